@@ -132,7 +132,8 @@ def test_selected_cases_without_peers(tmp_path: Path) -> None:
     run = CliRunner().invoke(main, ["moe", "--backend", "cpu", *TINY, *chosen, "--out", str(out)])
     assert run.exit_code == 0, run.output
     rows = [(row["case"], row["impl"]) for row in json.loads(out.read_text())["rows"]]
-    assert rows == [(name, "ep_plugin") for name in ("combine_flat_fp32", "roundtrip_t128", "roundtrip_t128_host_wait")]
+    combines = ("combine_flat_fp32", "combine_token_major_fp32")
+    assert rows == [(name, "ep_plugin") for name in (*combines, "roundtrip_t128", "roundtrip_t128_host_wait")]
 
 
 def test_tables_compare_with_the_floor_and_with_peers() -> None:
