@@ -6,23 +6,19 @@ read. So more ranks mean more requests of rank 0 only. If a post names another s
 has, and all ranks raise. A rank that fails writes one key, which all ranks watch. A rank deletes its keys two exchanges
 later, when every peer has read them. The last rank to close deletes the rest.
 
-Ranks agree on the nonce when they first use an exchange. Each rank posts a fresh token, and rank 0 of the exchange
-invites the tokens that it finds. So ranks never read keys of an earlier process group on the same store. The next
-agreement overwrites the keys of this one.
+Ranks agree on the nonce when they first use an exchange (agreement.py). So they never read keys of an earlier process
+group on the same store. A rank that has missed a construction raises its peers' error, or joins them if they retry. All
+ranks count the instances of a group alike after each agreement.
 
-A rank may miss a construction, for which the others then wait in vain. When it comes, it looks at them for at most 2 s.
-If they come again to the same step, all go on together. If they do not, the late rank raises their error. After an
-agreement, all ranks count the instances alike again.
-
-The file is long because agreement, exchanges and failures share these keys, and are right only together.
+The file is long because exchanges and failures share these keys, and are right only together.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
-import secrets
 import threading
 import time
 import weakref
@@ -30,6 +26,7 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ep_plugin.errors import DisagreementError, EpPluginError, PeerTimeout, error_of_peer, reason_of
+from ep_plugin.transport.agreement import Attempt, Posts
 from ep_plugin.transport.groups import Group, checked_group, name_of, timeout_of
 from ep_plugin.transport.threads import call_in_thread
 
@@ -37,14 +34,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 T = TypeVar("T")
-Posts = dict[int, dict[str, Any]]  # by index in an exchange's ranks
 
 # The store is polled: its own wait() keeps other threads from the store and logs each timeout.
 _FIRST_PAUSE_S = 0.0001
 _LONGEST_PAUSE_S = 0.01
 _LONGEST_PAUSE_PER_RANK_S = 0.0001  # one store serves the polls of all ranks
 _LEAVE_S = 1.0  # the longest that an abort, a close or an operation at the deadline waits for the store
-_RETRY_S = 2.0  # ranks that retry together come within this time of each other
 
 _polled: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 """By store, a second connection for threads that poll. Their requests do not delay those of the first."""
@@ -53,7 +48,6 @@ _unanswered: weakref.WeakKeyDictionary[Any, SimpleQueue[Any]] = weakref.WeakKeyD
 """By store, where the answer to a request will be whose deadline has passed."""
 _instances: dict[str, int] = {}  # by the name of a group, which a group made again shares
 _instances_lock = threading.Lock()
-_reported: set[str] = set()  # tokens of ranks whose failure to agree on a nonce this process has raised
 
 
 class Exchange:
@@ -96,13 +90,13 @@ class Exchange:
         self.job_ranks: tuple[int, ...] = tuple(in_job[rank] for rank in self.ranks)
         self._group_name = name_of(group)
         with _instances_lock:
-            self._number = _instances[self._group_name] = _instances.get(self._group_name, 0) + 1
+            number = _instances[self._group_name] = _instances.get(self._group_name, 0) + 1
         self._store = c10d._get_process_group_store(group)
         self._below: Any = self._store
         while isinstance(self._below, c10d.PrefixStore):
             self._below = self._below.underlying_store
-        self._scope = "ep_plugin/all" if ranks is None else f"ep_plugin/from{self.ranks[0]}"
-        self._token = secrets.token_hex(8)
+        scope = "ep_plugin/all" if ranks is None else f"ep_plugin/from{self.ranks[0]}"
+        self._attempt = Attempt(scope, self.rank, self.size, number)
         self._nonce = ""  # agreed at the first exchange
         self._count = self._done = 0  # exchanges that have begun, and those that have succeeded
         self._has_heard = False  # of a peer's failure
@@ -114,12 +108,12 @@ class Exchange:
     @property
     def name(self) -> str:
         """The name of this instance in messages. It is the same on every rank after the first exchange."""
-        return f"{self._group_name}.{self._number}"
+        return f"{self._group_name}.{self.number}"
 
     @property
     def number(self) -> int:
         """The number in `name`."""
-        return self._number
+        return self._attempt.number
 
     @property
     def ident(self) -> str:
@@ -171,7 +165,7 @@ class Exchange:
                 if isinstance(error, PeerTimeout) and error.rank is not None and not self._has_heard:
                     self._post_failure(reason_of(error), self._done, waited=True)
                 elif not self._nonce and self.size > 1:
-                    self._withdraw()
+                    self._leave(self._write, self._attempt.withdrawal())
                 raise
 
     def barrier(self, step: str) -> None:
@@ -292,101 +286,21 @@ class Exchange:
     # -- the nonce -------------------------------------------------------------------------------------------------
 
     def _agree_on_nonce(self, step: str, deadline: float) -> None:
-        """Every rank posts its token, rank 0 invites the tokens that it finds, each rank accepts, and rank 0 seals.
-
-        A rank may leave the attempt before that and begin another one. Then its token is gone, or rank 0's nonce is.
-        """
-        others = [rank for rank in range(self.size) if rank != self.rank]
-        missing = list(others) if self.rank == 0 else [0]
-        invited: list[str] = []
-        accepted: dict[str, Any] = {}
-        latest = ""  # token of the latest failure whose keys this rank has read
-        began = time.monotonic()
-        patience_s = min(_RETRY_S, self.timeout_s / 2)
-
-        def read(kind: str, ranks: Sequence[int], until: float = deadline) -> Posts:
-            return self._ask(step, until, self._read, {rank: f"{self._scope}/{kind}/{rank}" for rank in ranks})
-
-        def write(kind: str, rank: int, post: dict[str, Any]) -> None:
-            self._ask(step, deadline, self._write, {f"{self._scope}/{kind}/{rank}": post})
-
-        def joined(ranks: Sequence[int] = others, until: float = deadline) -> Posts:
-            return {rank: post for rank, post in read("join", ranks, until).items() if post["token"]}
-
-        def latest_failure() -> str:
-            return read("failed", [0]).get(0, {"token": ""})["token"]
-
-        def failures() -> list[dict[str, Any]]:
-            # A failure with an earlier number belongs to an attempt that this rank has left by itself.
-            new = [one for one in read("failure", others).values() if one["number"] >= self._number]
-            return sorted((one for one in new if one["token"] not in _reported), key=lambda one: one["number"])
-
-        def raise_failure() -> None:
-            nonlocal latest
-            failed = latest_failure()
-            if failed == latest:
-                return
-            for failure in failures():
-                if failure["waited"] and failure["token"] in earlier:
-                    # That rank waited before this one came. If it takes the same step again, both retry together.
-                    again = joined([failure["rank"]]).get(failure["rank"])
-                    if again is None and time.monotonic() < began + patience_s:
-                        return
-                    if again is not None and again["step"] == step:
-                        _reported.add(failure["token"])
-                        self._number = max(self._number, again["number"])
-                        continue
-                _reported.add(failure["token"])
-                raise self._heard(failure)
-            latest = failed
-
-        def lead() -> bool:
-            nonlocal invited, missing
-            raise_failure()
-            there = joined()
-            tokens = {rank: post["token"] for rank, post in there.items()}
-            answers = {rank: (post["nonce"], post["token"]) for rank, post in read("accept", others).items()}
-            missing = [rank for rank in others if answers.get(rank) != (self._token, tokens.get(rank))]
-            everyone = [self._token, *tokens.values()]
-            if not missing:
-                write("failed", 0, {"token": ""})  # the peers that an earlier failure was about have come
-                write("sealed", 0, {"nonce": self._token})
-                self._nonce = self._token
-            elif len(everyone) == self.size and everyone != invited:
-                invited = everyone
-                self._number = max(self._number, *(post["number"] for post in there.values()))
-                write("invitation", 0, {"nonce": self._token, "number": self._number, "tokens": everyone})
-            return not missing
-
-        def follow() -> bool:
-            nonlocal accepted
-            invitation = accepted or read("invitation", [0]).get(0, {"tokens": ()})
-            raise_failure()  # read after the invitation
-            if not accepted:
-                if self._token in invitation["tokens"]:
-                    write("accept", self.rank, {"nonce": invitation["nonce"], "token": self._token})
-                    accepted = invitation
-                return False
-            leader = read("join", [0]).get(0, {"token": ""})["token"]
-            if read("sealed", [0]).get(0, {"nonce": ""})["nonce"] != accepted["nonce"]:  # read after `leader`
-                if leader != accepted["nonce"]:  # rank 0 has left
-                    accepted = {}
-                return False
-            self._nonce, self._number = accepted["nonce"], accepted["number"]
-            return True
+        """Makes this exchange's nonce and number the same on all ranks."""
+        attempt = self._attempt
+        read = functools.partial(self._ask, step, deadline, self._read)
+        write = functools.partial(self._ask, step, deadline, self._write)
 
         def late() -> PeerTimeout:
-            there = joined(until=time.monotonic() + _LEAVE_S)
-            return self._late([rank for rank in others if rank not in there] or missing, step)
+            until = time.monotonic() + _LEAVE_S
+            return self._late(attempt.missing(functools.partial(self._ask, step, until, self._read)), step)
 
-        earlier = [one["token"] for one in failures()] if latest_failure() else []
-        write("join", self.rank, {"token": self._token, "number": self._number, "step": step})
-        self._poll(lead if self.rank == 0 else follow, deadline, late)
+        attempt.begin(step, self.timeout_s, read, write, self._heard)
+        self._poll(attempt.advance, deadline, late)
+        self._nonce = attempt.nonce
         with _instances_lock:  # later attempts have one number on all ranks
-            _instances[self._group_name] = max(_instances[self._group_name], self._number)
-        # This rank waits for no peer any more.
-        write("join", self.rank, {"token": ""})
-        write("failure", self.rank, {"number": 0})
+            _instances[self._group_name] = max(_instances[self._group_name], attempt.number)
+        attempt.end()
 
     def _post_failure(self, reason: str, first_turn: int, waited: bool = False) -> None:
         """Makes peers raise in exchanges from `first_turn` on, and while they wait to agree on a nonce.
@@ -398,23 +312,10 @@ class Exchange:
         if self._nonce:
             posts = {self._failure_key(self._nonce): failure}
         else:
-            posts = {
-                f"{self._scope}/join/{self.rank}": {"token": ""},
-                f"{self._scope}/failure/{self.rank}": {
-                    **failure,
-                    "token": self._token,
-                    "number": self._number,
-                    "waited": waited,
-                },
-                f"{self._scope}/failed/0": {"token": self._token},  # the last one: then peers read the others
-            }
+            posts = self._attempt.failure(failure, waited)
             if self.rank == 0:
-                posts[self._failure_key(self._token)] = failure  # for ranks that have accepted this nonce
+                posts[self._failure_key(self._attempt.token)] = failure  # for ranks that have accepted this nonce
         self._leave(self._write, posts)
-
-    def _withdraw(self) -> None:
-        """Leaves an attempt to agree on a nonce: rank 0 does not invite this token any more."""
-        self._leave(self._write, {f"{self._scope}/join/{self.rank}": {"token": ""}})
 
     # -- the store -------------------------------------------------------------------------------------------------
 

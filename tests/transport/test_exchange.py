@@ -263,9 +263,9 @@ def _leader_is_late(rank: int, size: int) -> None:
     first, second = Exchange(), Exchange()
 
     def slowly() -> None:
-        if store.check([f"{first._scope}/invitation/0"]):
-            _told(store, f"{first._scope}/accept/1")
-            _told(store, f"{first._scope}/accept/2")
+        if store.check(["ep_plugin/all/invitation/0"]):
+            _told(store, "ep_plugin/all/accept/1")
+            _told(store, "ep_plugin/all/accept/2")
 
     if rank == 0:
         first.watch = slowly
