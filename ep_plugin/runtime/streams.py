@@ -33,19 +33,21 @@ class Streams:
     send = receive = 0
 
     def caller(self) -> int:
-        """The caller's current stream."""
+        """Returns the caller's current stream."""
         return 0
 
     def order_after(self, stream: int, *earlier: int) -> None:
-        """Later work on `stream` starts after the work that is now enqueued on the `earlier` streams."""
+        """Orders later work on `stream` after the work that is now enqueued on the `earlier` streams."""
 
     def on(self, stream: int) -> contextlib.AbstractContextManager[Any]:
-        """torch's operations in the block run on `send` or `receive`, and their memory is made for that stream. The
-        block launches no kernels of ours."""
+        """Makes torch's operations in the block run on `send` or `receive`, with memory made for that stream.
+
+        The block may launch no kernels of ours.
+        """
         return _SAME_DEVICE
 
     def to_host(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], bool]]:
-        """A copy of `tensor` for the host, made on torch's current stream, and a function: whether it is there."""
+        """Copies `tensor` to the host on torch's current stream. Returns the copy, and a test for its arrival."""
         return tensor, lambda: True
 
     def join(self) -> None:
@@ -61,15 +63,15 @@ class Streams:
         """Blocks the host until all enqueued kernels are done."""
 
     def capturing(self) -> int:
-        """The id of the CUDA graph capture of the caller's stream. 0: none."""
+        """Returns the id of the CUDA graph capture of the caller's stream. 0: none."""
         return 0
 
     def follow(self, earlier: int | None) -> int:
-        """The caller's stream, ordered after the stream `earlier`."""
+        """Returns the caller's stream, ordered after the stream `earlier`."""
         return 0
 
     def enter(self) -> int:
-        """The caller's stream, ordered after all earlier operations."""
+        """Returns the caller's stream, ordered after all earlier operations."""
         return 0
 
 
@@ -126,7 +128,7 @@ class LaneStreams(Streams):
         self._streams: dict[Any, torch.cuda.Stream] = {}
 
     def begin(self, lane: Any) -> int:
-        """The lane's stream, ordered after the caller's."""
+        """Returns the lane's stream, ordered after the caller's."""
         stream = self._streams.get(lane)
         if stream is None:
             stream = self._streams[lane] = self._made()
@@ -140,7 +142,7 @@ class LaneStreams(Streams):
         return LaneMark(event, self._device, bool(self.capturing()))
 
     def aside(self) -> contextlib.AbstractContextManager[Any]:
-        """torch's operations in the block run on a stream that waits for no message."""
+        """Makes torch's operations in the block run on a stream that waits for no message."""
         stream = self._streams.get("aside")
         if stream is None:
             stream = self._streams["aside"] = self._made()
@@ -169,7 +171,7 @@ class LaneMark:
         self._event, self._device, self._captured = event, device, captured
 
     def is_over(self) -> bool:
-        """Whether the work is over. Work that a CUDA graph has captured counts as over: nobody can ask for it."""
+        """Returns whether the work is over. Work in a CUDA graph counts as over, since it cannot be queried."""
         return self._captured or bool(self._event.query())
 
     def join(self) -> None:
@@ -199,7 +201,7 @@ class CallerStreams(Streams):
         return _C.stream_capture(current_stream(self._device), self._device.index)
 
     def follow(self, earlier: int | None) -> int:
-        """As in Streams, if both are in one capture of a CUDA graph, or in none. Others cannot wait for each other."""
+        """Orders as Streams does, if both are in one capture of a CUDA graph or in none. Others cannot be ordered."""
         current = current_stream(self._device)
         if earlier is None or earlier == current:
             return current
@@ -257,7 +259,7 @@ def on_stream(stream: torch.cuda.Stream) -> contextlib.AbstractContextManager[An
 
 
 class _StreamSwitch:
-    """Makes a stream of the current device the current one."""
+    """Makes a stream of the current device the current stream."""
 
     __slots__ = ("_before", "_stream")
 

@@ -18,12 +18,12 @@ _REFUSED = ("DTensor", "FakeTensor", "FunctionalTensor", "NestedTensor")
 
 
 def is_lazy(tensor: torch.Tensor | None) -> bool:
-    """Whether a sign or zeros are pending: an operator's dispatch writes them to memory."""
+    """Returns whether a sign or zeros are pending. An operator's dispatch writes them to memory."""
     return tensor is not None and (tensor.is_neg() or tensor._is_zerotensor())
 
 
 def is_traced() -> bool:
-    """Whether a compiler, a mode or a transform has to see the operators of a call, and may pass tensors of its own."""
+    """Returns whether a compiler, a mode or a transform must see a call's operators. It may pass tensors of its own."""
     return (
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack() != 0
@@ -32,7 +32,7 @@ def is_traced() -> bool:
 
 
 def check_kind(name: str, tensor: torch.Tensor) -> None:
-    """ValueError for a tensor that is not dense, or of a type that stands for other tensors."""
+    """Raises ValueError for a tensor that is not dense, or whose type stands for other tensors."""
     if type(tensor) not in PLAIN and type(tensor).__name__ in _REFUSED:
         raise ValueError(f"{name}: expected a tensor with memory of its own, got {type(tensor).__name__}")
     if tensor.layout is not torch.strided:
@@ -46,7 +46,7 @@ def check_kind(name: str, tensor: torch.Tensor) -> None:
 
 
 def check_storage(name: str, tensor: torch.Tensor) -> None:
-    """ValueError unless the storage of a dense tensor holds all of its elements."""
+    """Raises ValueError unless the storage of a dense tensor holds all of its elements."""
     extent, held = tensor.nbytes, tensor.untyped_storage().nbytes()
     if extent == 0:
         return
@@ -69,7 +69,7 @@ _dense_keys: set[int] = set()  # dispatch keys of tensors that have passed every
 
 
 def check_memory(name: str, tensor: torch.Tensor) -> None:
-    """ValueError unless the tensor's values lie in memory of its own, all of them, as a kernel reads them."""
+    """Raises ValueError unless all values of the tensor lie in its own memory, as a kernel reads them."""
     keys = _dispatch_keys(tensor).raw_repr()  # they say all that is asked below
     if keys not in _dense_keys:
         if type(tensor) not in PLAIN and type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
@@ -87,8 +87,9 @@ def check_memory(name: str, tensor: torch.Tensor) -> None:
 
 
 class KnownCalls:
-    """Calls that were checked, and what follows from their arguments. Calls are alike if the forms of their tensors and
-    their settings are equal; one of them is enough to check.
+    """Keeps the calls that were checked, and what follows from their arguments.
+
+    Calls are alike if the forms of their tensors and their settings are equal. One of them is enough to check.
 
     A form is all that kernels must know of tensors but for addresses and values (`_C.form_of`). Making it takes a tenth
     of the time of the checks. A check of anything else, such as values or the state of a stream, belongs to every call.
@@ -98,11 +99,11 @@ class KnownCalls:
         self._found: dict[Hashable, Any] = {}
 
     def find(self, call: Hashable) -> Any:
-        """What `remember` was given for `call`; None: nothing."""
+        """Returns what `remember` has stored for `call`. None: nothing."""
         return self._found.get(call)
 
     def remember(self, call: Hashable, found: Any = True) -> None:
-        """call: see `call_of`; None is never found again."""
+        """Stores what follows from `call`, which `call_of` has returned. A call that is None is never found again."""
         if call is not None:
             if len(self._found) >= _MOST_KNOWN:  # several threads may be here
                 self._found.clear()
@@ -110,8 +111,10 @@ class KnownCalls:
 
 
 def call_of(form: bytes | None, *settings: Hashable) -> Hashable:
-    """The key by which `KnownCalls` finds calls that are alike. None: the call is like no other, since its tensors have
-    no form, or its settings are neither numbers nor names."""
+    """Returns the key by which `KnownCalls` finds calls that are alike.
+
+    None: the call is like no other, since its tensors have no form, or its settings are neither numbers nor names.
+    """
     if form is None:
         return None
     kinds = tuple(map(type, settings))  # 1 and True are equal
