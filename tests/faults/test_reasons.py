@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import io
+import json
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -145,6 +147,16 @@ def test_a_block_ends_by_its_own_error_when_closing_fails() -> None:
     assert error.__notes__ == ["closing failed, too: OSError: device is gone"]
     with pytest.raises(OSError, match="device is gone"):
         leave(broken, None)
+
+
+def _fails_alone(rank: int) -> None:
+    _in_an_operation(_moe(), _Mute())
+
+
+def test_an_error_without_a_text_is_dumped(tmp_path: Path) -> None:
+    values(run_ranks(1, _fails_alone, env={"EP_PLUGIN_DUMP": str(tmp_path)}))
+    (failure,) = json.loads((tmp_path / "rank0.json").read_text())["communicators"][0]["failures"]
+    assert (failure["error"], failure["text"]) == ("_Mute", "its __str__ raises LookupError")
 
 
 LIKE_OURS = (

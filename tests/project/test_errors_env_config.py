@@ -12,7 +12,16 @@ import pytest
 from ep_plugin import env
 from ep_plugin.config import DispatchLayout, MoECommunicatorConfig
 from ep_plugin.env import Launcher, Settings
-from ep_plugin.errors import DisagreementError, EpPluginError, NotSupported, PeerAborted, PeerTimeout
+from ep_plugin.errors import (
+    DisagreementError,
+    EpPluginError,
+    NotSupported,
+    PeerAborted,
+    PeerTimeout,
+    error_of_peer,
+    reason_of,
+    text_of,
+)
 
 SMALL = {"num_experts": 8, "hidden_size": 64, "topk": 2}
 
@@ -31,6 +40,31 @@ def test_errors_say_what_they_carry_and_travel_between_processes():
     assert (timeout.rank, timeout.step, str(timeout)) == (3, "notify", "rank 3 is late")
     aborted = pickle.loads(pickle.dumps(PeerAborted("rank 1 aborted: disk", rank=1, reason="disk")))
     assert (aborted.rank, aborted.reason, str(aborted)) == (1, "disk", "rank 1 aborted: disk")
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "at_fault"),
+    [
+        (ValueError("x"), PeerAborted, 1),
+        (PeerTimeout("x", 3, "notify"), PeerTimeout, 3),
+        (PeerTimeout("x", 2, "notify"), PeerAborted, 1),  # rank 2 itself is never named
+        (PeerAborted("x", 3, "y"), PeerAborted, 3),
+        (NotSupported("x"), NotSupported, None),
+        (DisagreementError("x"), DisagreementError, None),
+    ],
+)
+def test_a_reason_becomes_the_error_of_a_peer(error, kind, at_fault):
+    found = error_of_peer(1, reason_of(error), 2)
+    assert type(found) is kind and getattr(found, "rank", None) == at_fault
+    assert str(found).endswith("x") and str(found).isprintable()
+    plain = error_of_peer(1, text_of(reason_of(error)), 2)
+    assert type(plain) is PeerAborted and plain.rank == 1
+
+
+def test_a_text_can_be_sent_and_is_not_too_long():
+    text = text_of("a\0\ud800\x9b\n\tπ" + 10_000 * "b")
+    assert text.startswith("a\\x00\\ud800\\x9b\n\tπbb") and len(text.encode()) < 2100
+    assert text_of(text) == text[:2000]
 
 
 def test_errors_can_be_caught_as_what_they_mean():
