@@ -44,9 +44,14 @@ def holds(name: str, holder: Holder) -> None:
 
 def peer_bytes(name: str) -> int:
     """The bytes of peer memory that the communicators of the integration `name` hold on this rank now."""
-    return held_bytes(list(_holders.get(name, ())))
+    return held_bytes(holders(name))
 
 
-def held_bytes(holders: Iterable[Holder]) -> int:
-    """The bytes of peer memory that `holders` hold on this rank now. A block that several of them share counts once."""
-    return sum(buffer.nbytes for buffer in {buffer for one in holders for buffer in one.peer_buffers()})
+def holders(name: str) -> list[Holder]:
+    """The communicators of the integration `name`, open or closed."""
+    return list(_holders.get(name, ()))
+
+
+def held_bytes(given: Iterable[Holder]) -> int:
+    """The bytes of peer memory that `given` hold on this rank now. A block that several of them share counts once."""
+    return sum(buffer.nbytes for buffer in {buffer for one in given for buffer in one.peer_buffers()})

@@ -20,6 +20,7 @@ from ep_plugin.bench.suite import FLOOR, OURS, Row, matching
 
 _KEYS = {"suite", "hardware", "versions", "code_hash", "command", "rows"}
 _ROW_KEYS = {"case", "impl", "median_us", "p10_us", "p90_us", "bytes_wire", "gb_s", "sms"}
+_NEWER_KEYS = {"host_us", "peer_bytes"}  # which earlier versions did not write
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -34,7 +35,7 @@ def load(path: Path) -> dict[str, Any]:
     if missing:
         raise ValueError(f"{path}: expected a result that ep-bench wrote, got JSON without {missing}")
     for row in result["rows"]:
-        if not isinstance(row, dict) or row.keys() - {"host_us"} != _ROW_KEYS:
+        if not isinstance(row, dict) or row.keys() - _NEWER_KEYS != _ROW_KEYS:
             raise ValueError(f"{path}: expected rows of {sorted(_ROW_KEYS)}, got {row!r}")
     return result
 
@@ -118,6 +119,7 @@ def _columns(result: dict[str, Any]) -> dict[str, Callable[[Row], str]]:
         "MB on the wire": lambda row: f"{row['bytes_wire'] / 1e6:.1f}" if row["bytes_wire"] else "",
         "GB/s": lambda row: f"{row['gb_s']:.1f}" if row["bytes_wire"] else "",
         "SMs": lambda row: "" if row["sms"] is None else str(row["sms"]),
+        "MiB held": lambda row: f"{row['peer_bytes'] / 2**20:,.1f}" if row.get("peer_bytes") else "",
     }
     if base:
         columns[f"µs above {result['base_case']}"] = above_base

@@ -8,7 +8,7 @@ import inspect
 import os
 import shlex
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Annotated, Any, ClassVar, get_origin, get_type_hints
 
@@ -20,6 +20,7 @@ from ep_plugin import env
 from ep_plugin.bench import provenance
 from ep_plugin.bench.launch import run_on_ranks
 from ep_plugin.bench.timing import Clock, Run, Timing, time_in_turn
+from ep_plugin.counts import Holder, held_bytes
 
 Row = dict[str, Any]
 Through = Callable[[Run], Any]  # makes a call, alone or beside something else, and returns its result
@@ -144,6 +145,7 @@ def measured(device: torch.device, suite: Suite) -> dict[str, Any]:
 class Way:
     """One implementation of a case. run: the call that is timed. bytes_wire, sms: see `row`.
 
+    holders: whose peer memory the row has, as it is after the timing. By default the row has none.
     check: repeats the call, through its argument, on data that no call has moved before, and returns a sentence on what
     is wrong with its result, or None; collective. By default nothing is compared.
     """
@@ -154,6 +156,7 @@ class Way:
     check: Callable[[Through], str | None] = lambda through: None
     bytes_wire: int = 0
     sms: int | None = None
+    holders: Sequence[Holder] = ()
 
 
 def time_ways(clock: Clock, ways: list[Way], iterations: int) -> list[Row]:
@@ -166,7 +169,7 @@ def time_ways(clock: Clock, ways: list[Way], iterations: int) -> list[Row]:
     compare("")
     timings = time_in_turn(clock, {(way.case, way.impl): way.run for way in ways}, iterations)
     compare(" (after the timing)")
-    return [row(way.case, way.impl, timings[way.case, way.impl], way.bytes_wire, way.sms) for way in ways]
+    return [row(way.case, way.impl, timings[way.case, way.impl], way.bytes_wire, way.sms, way.holders) for way in ways]
 
 
 def backend_of(device: torch.device) -> str:
@@ -183,10 +186,19 @@ def require_right(mine: list[str]) -> None:
         raise WrongResult(sentences)
 
 
-def row(case: str, impl: str, timing: Timing, bytes_wire: int, sms: int | None = None) -> Row:
-    """One line of a result. bytes_wire: per GPU, in one direction of the links. sms: of ep_plugin's kernels, if any."""
+def row(
+    case: str, impl: str, timing: Timing, bytes_wire: int, sms: int | None = None, holders: Sequence[Holder] = ()
+) -> Row:
+    """Makes one line of a result.
+
+    Args:
+        bytes_wire: bytes per GPU, in one direction of the links.
+        sms: SMs of ep_plugin's kernels; None: there are none.
+        holders: ep_plugin's communicators. The line has the bytes of peer memory that they hold now on this rank.
+    """
     gb_s = round(bytes_wire / timing.median_us / 1e3, 2)
-    return {"case": case, "impl": impl, **asdict(timing), "bytes_wire": bytes_wire, "gb_s": gb_s, "sms": sms}
+    about = {"bytes_wire": bytes_wire, "gb_s": gb_s, "sms": sms, "peer_bytes": held_bytes(holders) or None}
+    return {"case": case, "impl": impl, **asdict(timing), **about}
 
 
 def matching(names: Iterable[str], patterns: list[str], option: str = "case") -> list[str]:

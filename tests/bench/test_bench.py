@@ -24,7 +24,7 @@ from tests.ranks import run_ranks, values
 
 RANKS = 2
 SIZES = {"ranks": RANKS, "tokens": 40, "hidden": 128, "topk": 2, "experts": 6}
-ROW_KEYS = ["case", "impl", "median_us", "p10_us", "p90_us", "host_us", "bytes_wire", "gb_s", "sms"]
+ROW_KEYS = ["case", "impl", "median_us", "p10_us", "p90_us", "host_us", "bytes_wire", "gb_s", "sms", "peer_bytes"]
 GLOO = "gloo_all_to_all"
 # Which implementations each case has, on CPUs.
 EXPECTED = {
@@ -68,7 +68,7 @@ def test_a_result_names_what_it_belongs_to(written: Path) -> None:
     result = json.loads(written.read_text())
     about = ["suite", "hardware", "versions", "code_hash", "commit", "command"]
     assert list(result) == [*about, "rows", "notes"]
-    memory = r"a communicator takes ([\d,]+\.\d) MiB for pools and [\d,]+\.\d MiB for control"
+    memory = r"a communicator takes ([\d,]+\.\d) MiB of peer memory"
     took = r"(\d+\.\d{3}) s until its first dispatch and combine have finished"
     found = re.fullmatch(f"{memory}, and {took}", result["notes"][-1])
     assert found, result["notes"]
@@ -98,6 +98,7 @@ def test_rows_hold_sound_numbers(written: Path) -> None:
         assert 0 < row["bytes_wire"] <= crossings * tokens * SIZES["topk"] * SIZES["hidden"] * 4, row
         assert row["gb_s"] == pytest.approx(row["bytes_wire"] / row["median_us"] / 1e3, abs=0.006), row
         assert row["sms"] is None
+        assert (row["peer_bytes"] or 0) > 0 if row["impl"] == "ep_plugin" else row["peer_bytes"] is None, row
 
 
 def test_report_prints_the_ratios_of_a_run(written: Path, tmp_path: Path) -> None:

@@ -148,8 +148,11 @@ def test_tables_compare_with_the_floor_and_with_peers() -> None:
         ],
         "commit": "f" * 40, "notes": ["floor: 354.2 GB/s"],
     }  # fmt: skip
+    assert "MiB held" not in markdown(result)  # as of earlier versions
+    result["rows"][0]["peer_bytes"] = 3 << 19
     text = cells(markdown(result))
-    assert "| dispatch | nccl_all_to_all | 1,500 | 1,500 | 1,500 | 0.0 | 1.0 | | 3.75 × | 3.00 × |" in text
+    assert "| dispatch | ep_plugin | 500 | 500 | 500 | 0.0 | 1.0 | 64 | 1.5 | 1.25 × | 1.00 × |" in text
+    assert "| dispatch | nccl_all_to_all | 1,500 | 1,500 | 1,500 | 0.0 | 1.0 | | | 3.75 × | 3.00 × |" in text
     assert "- floor: 354.2 GB/s\n" in text and text.endswith(f"`c` · torch 2 · commit {'f' * 40} · code {'0' * 12}\n")
 
 

@@ -46,6 +46,7 @@ def test_a_result_has_every_implementation_at_every_size(
     assert found == {(size, impl) for size in ("64", "80000") for impl in CASES[command]}
     for row in result["rows"]:
         assert row["bytes_wire"] == int(row["case"]) // 2 and row["median_us"] > 0
+        assert (row["peer_bytes"] is None) == (row["impl"] == "gloo"), row
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

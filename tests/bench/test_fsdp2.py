@@ -26,6 +26,7 @@ def test_a_step_through_each_arm() -> None:
     found = Fsdp2Suite(backend="cpu", ranks=2, layers=3, tokens=8, compared=2, iterations=1, unit=2).run()
     assert [row["impl"] for row in found["rows"]] == [STOCK, GATHER, BOTH, NONE]
     assert all(row["median_us"] > 0 for row in found["rows"])
+    assert [row["impl"] for row in found["rows"] if row["peer_bytes"]] == [GATHER, BOTH]
     assert all("3 layers, 2 in a unit" in row["case"] for row in found["rows"])
     losses, medians = found["losses"], {row["impl"]: row["median_us"] for row in found["rows"]}
     assert losses[GATHER] == losses[STOCK] and len(losses[BOTH]) == 2

@@ -39,6 +39,7 @@ def test_both_dispatchers_and_the_experts_alone(framework: str, ranks: int, part
     assert list(rows) == [STOCK, OURS, *parts]
     assert all(row["median_us"] > 0 for row in rows.values())
     assert {row["sms"] for row in rows.values()} == {None}
+    assert [impl for impl, row in rows.items() if row["peer_bytes"]] == [OURS]
     medians = {impl: row["median_us"] for impl, row in rows.items()}
     assert found["notes"] == layers.notes_of(experts, medians)
     assert 0 < found["max_rel_diff"] <= LIMIT

@@ -103,7 +103,7 @@ class Scene:
         if device.type == "cuda" and spec.layout is not EXPERT_MAJOR:
             sms = sms_of(ours.comm, spec.what, spec.workload, self.mine.row_bytes, spec.quantize)
         wire = self.bytes_wire(spec.dedup, two_levels=True)
-        ways = [replace(self._way(OURS, ours, spec.what), bytes_wire=wire, sms=sms)]
+        ways = [replace(self._way(OURS, ours, spec.what), bytes_wire=wire, sms=sms, holders=[ours.comm])]
         for peer in peers if spec.peers else []:
             for kind in find_peers(peer):
                 if not serves(kind, spec.layout):

@@ -6,7 +6,7 @@ into poisoned memory.
 A case of the first two is a size in bytes: of the gathered output, or of the input that is scattered. `bytes_wire` are
 the bytes that must reach a rank: from its peers, or with several nodes over its rail, where the bytes that ep_plugin
 sent are compared with them. `sms` are of the largest of ep_plugin's kernels; the backend's own for the rails are not in
-it.
+it. One object of ep_plugin's serves all sizes, so `peer_bytes` includes the buffers of the sizes before.
 
 A case of `send-receive` is a pattern and a message's size in bytes. `one_way`: every even rank sends to the rank after
 it. `both_ways`: these two send to each other. `ring`: every rank sends to the rank after it and receives from the one
@@ -137,7 +137,8 @@ class CollectiveSuite(OverNodes):
             return None if sent == expected else f"expected {expected} bytes over the rail in a call, got {sent}"
 
         sms = None if made is None or not out.is_cuda else self.most_sms(size, made.path, foreign)
-        return Way(case=str(size), impl=impl, run=run, check=check, bytes_wire=self.bytes_wire(size), sms=sms)
+        wire, holders = self.bytes_wire(size), [] if made is None else [made]
+        return Way(case=str(size), impl=impl, run=run, check=check, bytes_wire=wire, sms=sms, holders=holders)
 
     def bytes_wire(self, size: int) -> int:
         return size // self.ranks * (self.ranks - 1 if self.nodes == 1 else self.nodes - 1)
@@ -238,7 +239,8 @@ class SendReceiveSuite(Suite):
                 right = not receives or torch.equal(out, random_like(seed + before, out))
                 return None if right else f"expected the bytes of rank {before}, got others"
 
-            return Way(case=f"{pattern}_{size}", impl=impl, run=run, check=check, bytes_wire=size)
+            holders = [ours] if impl == OURS else []
+            return Way(case=f"{pattern}_{size}", impl=impl, run=run, check=check, bytes_wire=size, holders=holders)
 
         return [
             way(OURS, Send, Receive, lambda messages: ours.batch(messages).wait()),

@@ -18,6 +18,7 @@ import torch.distributed as dist
 import typer
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from ep_plugin import counts
 from ep_plugin.bench.suite import BY_BACKEND, Suite, require_module, require_right, row
 from ep_plugin.bench.timing import Timing, clock_of, time_in_turn
 
@@ -73,7 +74,8 @@ class Fsdp2Suite(Suite):
         compiled = ", compiled" if self.compile else ""
         unit = f", {self.unit} in a unit" if self.unit > 1 else ""
         case = f"dense Qwen3, {self.layers} layers{compiled}{unit}, {self.tokens} tokens per rank"
-        rows = [row(case, name, timing, 0) for name, timing in timings.items()]
+        holders = {name: counts.holders("fsdp2") for name in (GATHER, BOTH)}
+        rows = [row(case, name, timing, 0, holders=holders.get(name, ())) for name, timing in timings.items()]
         medians = {name: timing.median_us for name, timing in timings.items()}
         notes = notes_of(medians, self.tokens * self.ranks, losses, peaks)
         speeds = {name: round(1e6 * self.tokens * self.ranks / took) for name, took in medians.items()}

@@ -38,7 +38,6 @@ from ep_plugin.bench.exchange.workload import DTYPES, SUMMABLE, ExchangeSuite, S
 from ep_plugin.bench.suite import BY_BACKEND, CALLS_HELP, SMS_ARE, OverNodes, check_names, matching
 from ep_plugin.bench.suites.wire import best_sm_store_rate
 from ep_plugin.config import ROW_ALIGNMENT_BYTES, DispatchLayout
-from ep_plugin.moe.high_throughput.engine import COMBINE_POOL, DISPATCH_POOL
 from ep_plugin.moe.low_latency.engine import slots_of
 
 LAYOUTS = (DispatchLayout.FLAT.value, DispatchLayout.TOKEN_MAJOR.value)
@@ -146,12 +145,10 @@ def footprint(device: torch.device, sizes: Workload, dtype: str) -> tuple[int, s
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         seconds, engine = time.perf_counter() - began, ours.comm.engine
-        pools = (engine.pool_bytes(DISPATCH_POOL) + engine.pool_bytes(COMBINE_POOL)) / 2**20
-        control = (_C.control_bytes(engine.node_size, engine.node_experts) + _C.state_bytes) / 2**20
+        held = ours.comm.peer_bytes / 2**20
         nodes = engine.node_map.num_nodes
-    memory = f"{pools:,.1f} MiB for pools and {control:,.1f} MiB for control"
     took = f"{seconds:.3f} s until its first dispatch and combine have finished"
-    return nodes, f"a communicator takes {memory}, and {took}"
+    return nodes, f"a communicator takes {held:,.1f} MiB of peer memory, and {took}"
 
 
 @dataclass(frozen=True, kw_only=True)
