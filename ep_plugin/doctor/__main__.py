@@ -1,4 +1,4 @@
-"""`ep-doctor` and `python -m ep_plugin.doctor`."""
+"""The command line of `ep-doctor`, which is also `python -m ep_plugin.doctor`."""
 
 from __future__ import annotations
 
@@ -62,9 +62,11 @@ def _show(findings: Sequence[Finding], as_json: bool) -> int:
 
 
 def examine(timeout_s: float) -> tuple[bool, list[Finding]]:
-    """Whether this process prints, and its findings: of all ranks on rank 0, and none on others that rank 0 has heard.
+    """Runs the checks on this process and, under a launcher, across the ranks. Collective under a launcher.
 
-    Collective under a launcher.
+    Returns:
+        Whether this process prints, and the findings. Rank 0 prints the findings of all ranks. Another rank has none,
+        unless rank 0 could not receive them.
     """
     findings = collect((*software.CHECKS, *machine.CHECKS))
     try:

@@ -1,6 +1,7 @@
-"""`ep-doctor --merge FOLDER`: from the files that failed ranks have written (EP_PLUGIN_DUMP), who was where.
+"""`ep-doctor --merge FOLDER` reads the files of failed ranks, and says in which operation each rank was.
 
-runtime/calls.py writes the files. Nothing here needs torch.
+Ranks write the files where EP_PLUGIN_DUMP asks for them (runtime/calls.py). Nothing here needs torch. A file may have
+been cut off, and in a shared folder anybody may have written it, so every field is checked.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _BLAME_OTHERS = ("PeerTimeout", "PeerAborted")
 
 
 class Call(NamedTuple):
-    """One call; see the dump's writer. `ended` is None for the call that a rank was in."""
+    """One call of a rank, with the fields of `runtime.calls.Call`. `ended` is None if the call had not returned."""
 
     kind: str
     part: str
@@ -38,9 +39,11 @@ class Call(NamedTuple):
 
 
 class Failure(NamedTuple):
-    """The first error of a communicator on one rank. rank: the one at fault, in the job; None: not known.
+    """The first error of a communicator on one rank.
 
-    boards: the operation that each rank of the node was last in, by rank of the job.
+    Attributes:
+        rank: the rank of the job that is at fault; None if it is not known.
+        boards: the operation that each rank of the node was last in, by rank of the job.
     """
 
     time: float
@@ -52,7 +55,7 @@ class Failure(NamedTuple):
 
 
 class Communicator(NamedTuple):
-    """One rank's side of a communicator. ranks: of the job."""
+    """One rank's side of a communicator. `ranks` are ranks of the job."""
 
     name: str
     ident: str
@@ -63,7 +66,7 @@ class Communicator(NamedTuple):
 
 
 class Dump(NamedTuple):
-    """One rank's file."""
+    """The content of one rank's file."""
 
     rank: int
     world_size: int
@@ -72,13 +75,13 @@ class Dump(NamedTuple):
 
     @property
     def failure(self) -> tuple[Communicator, Failure] | None:
-        """The rank's first failure, and where."""
+        """The communicator that failed first on the rank, and its failure; None if no communicator failed."""
         failed = [(one, one.failure) for one in self.communicators if one.failure is not None]
         return min(failed, key=lambda pair: pair[1].time, default=None)
 
 
 def merge(folder: Path) -> list[Finding]:
-    """What the files in `folder` say together."""
+    """Reads the files in `folder`, and returns what they say together."""
     findings: list[Finding] = []
     dumps: dict[int, Dump] = {}
     for path in sorted(folder.glob("rank*")):
@@ -100,7 +103,7 @@ def merge(folder: Path) -> list[Finding]:
 
 
 def _read(path: Path) -> bytes:
-    """The content of a file. ValueError for a pipe or a device, which might never end, and for a file too large."""
+    """Reads a file. Raises ValueError for a pipe or a device, which may never end, and for a file that is too large."""
     with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK | os.O_NOCTTY)) as file:
         found = os.fstat(file.fileno())
         if not stat.S_ISREG(found.st_mode) or found.st_size > _MOST_BYTES:
@@ -145,8 +148,11 @@ def _failure_of(found: Any, ranks: Sequence[int]) -> Failure:
 
 
 def _strangers(dumps: dict[int, Dump]) -> Iterator[Finding]:
-    """Files that an earlier job has left in the folder: a later file has another communicator of the same name and
-    ranks, or another number of ranks. Takes them out of `dumps`."""
+    """Removes from `dumps` the files that an earlier job has left in the folder, and names them.
+
+    A file is of an earlier job if a later file has another communicator of the same name and ranks, or if the latest
+    file has another number of ranks.
+    """
     latest = max(dumps.values(), key=lambda dump: dump.written)
     idents: dict[tuple[str, tuple[int, ...]], str] = {}
     for dump in sorted(dumps.values(), key=lambda dump: dump.written):
@@ -160,8 +166,11 @@ def _strangers(dumps: dict[int, Dump]) -> Iterator[Finding]:
 
 
 def _failures(dumps: dict[int, Dump]) -> Iterator[Finding]:
-    """The first failure of each rank. Ranks that failed by themselves come first, as failures; then by time, since
-    peers may note what they heard before the rank that failed has noted its own error."""
+    """Yields the first failure of each rank, ordered by time.
+
+    Ranks that failed by themselves come before all others, as failures. Time alone would not do: a peer may record its
+    error before the rank at fault has recorded its own.
+    """
     failed = [(rank, *dump.failure) for rank, dump in dumps.items() if dump.failure is not None]
     failed.sort(key=lambda entry: (not _is_own(entry[0], entry[2]), entry[2].time))
     for rank, communicator, failure in failed:
@@ -177,12 +186,12 @@ def _failures(dumps: dict[int, Dump]) -> Iterator[Finding]:
 
 
 def _is_own(rank: int, failure: Failure) -> bool:
-    """Whether `rank` failed by itself, not because of another rank."""
+    """Returns whether `rank` failed by itself, not because of another rank."""
     return failure.error not in _BLAME_OTHERS or failure.rank == rank
 
 
 def _missing(dumps: dict[int, Dump]) -> Iterator[Finding]:
-    """Ranks that left no file. Each rank that another file mentions has a finding with where others saw it last."""
+    """Names the ranks that left no file, and says where other ranks saw them last."""
     missing = set(range(max(dump.world_size for dump in dumps.values()))) - dumps.keys()
     seen: dict[int, list[tuple[float, str]]] = defaultdict(list)
     waiting: dict[int, list[int]] = defaultdict(list)
@@ -211,7 +220,7 @@ _LOOK = (
 
 
 def _places(dumps: dict[int, Dump]) -> Iterator[Finding]:
-    """For each communicator, where each rank was when the first of them failed; then who was elsewhere."""
+    """Says for each communicator where each rank was when the first of them failed, and which ranks were behind."""
     sides: dict[str, dict[int, Communicator]] = defaultdict(dict)
     for rank, dump in sorted(dumps.items()):
         for one in dump.communicators:
@@ -236,7 +245,7 @@ def _places(dumps: dict[int, Dump]) -> Iterator[Finding]:
 
 
 def _until(end: float, calls: Iterable[Call]) -> list[Call]:
-    """The calls that had begun by then, as they were then. A late rank goes on after its peers have failed."""
+    """Returns the calls that had begun by the time `end`, as they were then. A late rank calls more after that."""
     begun = (call for call in calls if call.began <= end)
     return [call._replace(ended=None) if call.ended is not None and call.ended > end else call for call in begun]
 
@@ -244,8 +253,15 @@ def _until(end: float, calls: Iterable[Call]) -> list[Call]:
 def _out_of_step(
     one: Communicator, calls: dict[int, list[Call]], last: dict[int, Call], waiting: set[int]
 ) -> Iterator[Finding]:
-    """By rank: the calls of a communicator, and the last of them. waiting: ranks that waited for another one while no
-    rank waited for them. They may be an operation behind those that had their rows from the rank at fault."""
+    """Names the ranks of a communicator that called other operations than the rest, or fewer.
+
+    Args:
+        one: the communicator on any rank.
+        calls: its calls, by rank.
+        last: its last call, by rank.
+        waiting: the ranks that waited for another rank while no rank waited for them. They are not named: the rank at
+            fault may have sent its rows to some ranks only, which then are one operation ahead.
+    """
     kinds: dict[int, dict[int, str]] = defaultdict(dict)  # by number, by rank
     for rank, seen in calls.items():
         for call in seen:
@@ -268,7 +284,7 @@ def _out_of_step(
 
 
 def _grouped(texts: dict[int, str]) -> list[str]:
-    """ "ranks 0, 2 ..." for each text, in the order of the ranks."""
+    """Joins the ranks that have the same text: "ranks 0, 2 in dispatch 4". The order is that of the ranks."""
     ranks = defaultdict(list)
     for rank, text in sorted(texts.items()):
         ranks[text].append(rank)

@@ -1,4 +1,4 @@
-"""A finding of a check, its order, and how findings read."""
+"""Defines the finding of a check, collects findings, and prints them as a table."""
 
 from __future__ import annotations
 
@@ -14,8 +14,11 @@ OK, WARNING, FAILURE = LEVELS = ("ok", "warning", "failure")
 class Finding(NamedTuple):
     """What a check found.
 
-    level: "ok", "warning", or "failure" for what would stop a job.
-    subject: what was looked at, a word or two. what: a sentence. do: what helps; empty for "ok" alone.
+    Attributes:
+        level: "ok", "warning", or "failure" for a fault that would stop a job.
+        subject: the thing that was checked, in a word or two.
+        what: a sentence that says what was found.
+        do: what the user can do about it. It is empty if, and only if, the level is "ok".
     """
 
     level: str
@@ -25,7 +28,7 @@ class Finding(NamedTuple):
 
 
 def collect(checks: Iterable[Callable[[], Iterator[Finding]]]) -> list[Finding]:
-    """The findings of all checks. A check that raises counts as a failure, and the others still run."""
+    """Returns the findings of all checks. A check that raises counts as a failure, and the others still run."""
     found: list[Finding] = []
     for check in checks:
         try:
@@ -46,17 +49,17 @@ def ranks_said(ranks: Iterable[int]) -> str:
 
 
 def printable(text: str) -> str:
-    """`text` with escapes such as ``\\x1b`` for what a terminal would obey and for what no encoding has."""
+    """Replaces control characters and lone surrogates in `text` by escapes such as ``\\x1b``."""
     return "".join(letter if letter.isprintable() or letter in "\n\t" else ascii(letter)[1:-1] for letter in text)
 
 
 def status(findings: Sequence[Finding]) -> int:
-    """The exit status: 1 if there is a failure."""
+    """Returns the exit status: 1 if there is a failure, else 0."""
     return int(any(finding.level == FAILURE for finding in findings))
 
 
 def render(findings: Sequence[Finding]) -> str:
-    """A table of level, subject and sentence, with what to do below each, and a last line that counts."""
+    """Returns a table of levels, subjects and sentences, with advice below each problem. The last line counts."""
     width = max(80, min(shutil.get_terminal_size((120, 24)).columns, 120))
     subjects = max((len(printable(finding.subject)) for finding in findings), default=0)
     margin = " " * (len(FAILURE) + subjects + 4)

@@ -1,4 +1,4 @@
-"""Checks of the driver, the GPUs, memory, shared memory, /proc and the directory for sockets."""
+"""Checks the driver, the GPUs, memory, shared memory, /proc and the directory for sockets."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SHM = "/dev/shm"
 
 
 def driver_version() -> str | None:
-    """The version of NVIDIA's kernel driver; None if it is not loaded or cannot be read."""
+    """Returns the version of NVIDIA's kernel driver; None if it is not loaded or cannot be read."""
     try:
         with open("/proc/driver/nvidia/version") as file:
             found = re.search(r"\s(\d+\.\d+(\.\d+)?)\s", file.read())
@@ -31,7 +31,7 @@ def driver_version() -> str | None:
 
 
 def newest_cuda() -> int:
-    """The newest CUDA that the driver serves, 13000 for 13.0; 0 if the driver is not there or does not answer."""
+    """Returns the newest CUDA that the driver serves: 13000 is 13.0, and 0 means that no driver answers."""
     version = ctypes.c_int(0)
     try:
         ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
@@ -69,7 +69,7 @@ def check_driver() -> Iterator[Finding]:
 
 
 def check_gpus() -> Iterator[Finding]:
-    """Each GPU, and which others can read and write its memory."""
+    """Lists each GPU and the other GPUs that it reaches."""
     torch = imported_torch()
     if torch is None or not torch.cuda.is_available():
         return

@@ -1,4 +1,4 @@
-"""Checks across the ranks of a job: who is there, where, with which versions, and whether they share memory."""
+"""Checks across the ranks of a job: that all ranks come, that versions agree, and that ranks can share memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MAY_DIFFER = ("driver", "python")  # a warning; what else differs would stop or
 
 
 def facts(device: Any) -> dict[str, str]:
-    """What must be the same on all ranks, as text; "none" for what is not there."""
+    """Returns what must be the same on all ranks, as text. "none" stands for what this rank does not have."""
     from ep_plugin.bench.provenance import hash_sources, versions
 
     _C = software.extension()
@@ -38,7 +38,7 @@ def facts(device: Any) -> dict[str, str]:
 
 
 def choose_device() -> Any:
-    """The GPU of this rank if PyTorch and the build serve GPUs, else the CPU."""
+    """Returns the GPU of this rank if PyTorch and the build serve GPUs, else the CPU."""
     import torch
 
     if not (torch.cuda.is_available() and hasattr(software.extension(), "cuda")):
@@ -49,7 +49,11 @@ def choose_device() -> Any:
 
 
 def connect(timeout_s: float) -> Finding | None:
-    """Makes the default group of the launcher's ranks, over gloo. A failure names the ranks that have not come."""
+    """Makes the default group of the launcher's ranks, over gloo.
+
+    Returns:
+        None, or why there is no group: it names the ranks that have not come, or the variable that is wrong.
+    """
     import torch.distributed as dist
     from torch._C._distributed_c10d import PrefixStore, TCPStore
 
@@ -88,7 +92,7 @@ def connect(timeout_s: float) -> Finding | None:
 
 
 def leave() -> None:
-    """Ends the group. Rank 0, which may serve the store, leaves when the others are done with it."""
+    """Ends the group. Rank 0 may serve the store, so it leaves after the other ranks."""
     import torch.distributed as dist
 
     with contextlib.suppress(RuntimeError):  # a rank that has died
@@ -97,7 +101,7 @@ def leave() -> None:
 
 
 def examine(local: list[Finding], timeout_s: float) -> list[Finding]:
-    """The findings of all ranks and across them, the same list on every rank. Collective on the default group."""
+    """Returns the findings of all ranks and across ranks, the same list on every rank. Collective over all ranks."""
     from ep_plugin.transport.exchange import Exchange
 
     device, exchange = choose_device(), Exchange(None, timeout_s)
@@ -130,7 +134,7 @@ def examine(local: list[Finding], timeout_s: float) -> list[Finding]:
 
 
 def merge(of_ranks: Sequence[Sequence[Finding]]) -> list[Finding]:
-    """What rank 0 found well, and each problem once, with the ranks that have it unless all have."""
+    """Returns what is fine on rank 0, and each problem once, with the ranks that have it unless all ranks have it."""
     found = [finding for finding in of_ranks[0] if finding.level == OK] if of_ranks else []
     problems: dict[Finding, list[int]] = {}
     for rank, findings in enumerate(of_ranks):
@@ -144,7 +148,7 @@ def merge(of_ranks: Sequence[Sequence[Finding]]) -> list[Finding]:
 
 
 def compare(of_ranks: Sequence[dict[str, str]]) -> Iterator[Finding]:
-    """The facts that differ between ranks."""
+    """Names the facts that differ between ranks."""
     differs = False
     for name in of_ranks[0]:
         holders: dict[str, list[int]] = {}
@@ -160,7 +164,7 @@ def compare(of_ranks: Sequence[dict[str, str]]) -> Iterator[Finding]:
 
 
 def same_names(hosts: Sequence[Sequence[str]]) -> Iterator[Finding]:
-    """Hosts that are apart but have one name. hosts: (name, identity) of each rank."""
+    """Names hosts that are different machines but share a host name. `hosts` has (name, identity) of each rank."""
     machines: dict[str, dict[str, list[int]]] = {}
     for rank, (name, identity) in enumerate(hosts):
         machines.setdefault(name, {}).setdefault(identity, []).append(rank)
@@ -172,7 +176,7 @@ def same_names(hosts: Sequence[Sequence[str]]) -> Iterator[Finding]:
 
 
 def map_nodes(reports: Sequence[topology.RankReport]) -> tuple[list[Finding], topology.NodeMap | None]:
-    """The node map as a communicator over all ranks would have it, or why it would be refused."""
+    """Returns the node map of a communicator over all ranks, or None and why ep_plugin would refuse such a group."""
     try:
         topology.check_hosts(reports)
         node_map = topology.build_node_map(reports)
@@ -195,7 +199,7 @@ def map_nodes(reports: Sequence[topology.RankReport]) -> tuple[list[Finding], to
 
 
 def share_memory(node_map: topology.NodeMap, exchange: Any, device: Any) -> tuple[list[Finding], float]:
-    """Maps and times the memory of the ranks of this node: problems, and GB/s (0: not measured). Collective."""
+    """Maps and times the memory of this node's ranks. Returns problems, and GB/s (0: not measured). Collective."""
     from ep_plugin.transport.exchange import Exchange
 
     node = node_map.node_ranks(node_map.node_of(exchange.rank))

@@ -1,4 +1,4 @@
-"""The rate at which ranks of a node copy to each other, beside the rate that we measured, and what follows from it."""
+"""Measures the rate at which ranks of a node copy from each other, and compares it with the rate in our results."""
 
 from __future__ import annotations
 
@@ -27,10 +27,12 @@ _TOKENS, _HIDDEN, _TOPK, _EXPERTS = 4096, 7168, 8, 256  # the case of README's t
 
 
 def copy_rate(within: Exchange, device: torch.device) -> float:
-    """GB/s at which this rank reads the memory of the next rank of its node, while all do. Collective on the node.
+    """Returns the GB/s at which this rank reads the next rank's memory while all ranks of the node do the same.
+
+    Collective over the ranks of the node.
 
     Raises:
-        EpPluginError: the memory cannot be shared, or what was read is not what the next rank wrote.
+        EpPluginError: the memory cannot be shared, or the bytes are not those that the next rank wrote.
     """
     import torch
 
@@ -63,7 +65,7 @@ def copy_rate(within: Exchange, device: torch.device) -> float:
 
 
 def describe(node_map: NodeMap, gbps: float, device: torch.device) -> Iterator[Finding]:
-    """The rate beside the committed one, and the least time of a dispatch at that rate."""
+    """Compares the rate with the committed one, and predicts the least time of a dispatch at that rate."""
     try:
         from ep_plugin.bench.plan import DISPATCH, TWO_LEVEL, Plan, expected_rows, least_seconds
     except ModuleNotFoundError as error:

@@ -1,4 +1,4 @@
-"""Checks of variables, of PyTorch, of the build of ep_plugin, and of frameworks and their integrations."""
+"""Checks variables, PyTorch, the build of ep_plugin, and frameworks and their integrations."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def check_variables() -> Iterator[Finding]:
 
 
 def imported_torch() -> Any:
-    """The module torch if it has been imported in this process, else None."""
+    """Returns the module torch if this process has imported it, else None."""
     return sys.modules.get("torch")
 
 
@@ -76,7 +76,7 @@ def check_torch() -> Iterator[Finding]:
 
 
 def extension() -> Any:
-    """The compiled extension; None if it cannot be loaded."""
+    """Returns the compiled extension; None if it cannot be loaded."""
     try:
         return importlib.import_module("ep_plugin._C")
     except ImportError:
@@ -116,7 +116,7 @@ def check_build() -> Iterator[Finding]:
 
 
 def framework_versions() -> dict[str, str]:
-    """The versions of the frameworks that are installed."""
+    """Returns the versions of the frameworks that are installed."""
     found = {}
     for name in FRAMEWORKS:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -125,7 +125,7 @@ def framework_versions() -> dict[str, str]:
 
 
 def check_integrations() -> Iterator[Finding]:
-    """Switches on what EP_PLUGIN names, and imports its framework, as a script would."""
+    """Enables the integrations in EP_PLUGIN, and imports their frameworks, as a script would."""
     from ep_plugin.integrations import fallback, hooks, status
 
     names = env.integrations()

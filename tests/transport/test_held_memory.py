@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 
-from ep_plugin import HierarchicalAllGather, HierarchicalReduceScatter, MoECommunicator, MoECommunicatorConfig
+from ep_plugin import HierarchicalAllGather, HierarchicalReduceScatter, MoECommunicator, MoECommunicatorConfig, deep_ep
 from ep_plugin.collectives.control import SETS
 from ep_plugin.collectives.send_receive import SendReceive
 from ep_plugin.counts import Holder, held_bytes
@@ -106,6 +106,11 @@ def _by_integration(rank: int) -> None:
     other.leave()
     assert dict(rows()) == {"transformers": comm.peer_bytes}
     comm.close()
+    buffer = deep_ep.Buffer(dist.group.WORLD, low_latency_mode=True, explicitly_destroy=True)
+    x, ids = torch.ones(4, 256, dtype=torch.bfloat16), torch.arange(8).view(4, 2)
+    buffer.low_latency_dispatch(x, ids, 16, 8, use_fp8=False)
+    assert mapped() - 2 * mmap.PAGESIZE < dict(rows())["deep_ep"] <= mapped()
+    buffer.destroy()
     assert not dict(rows()) and mapped() == 0
 
 
