@@ -1,4 +1,4 @@
-"""`ep-bench` and `python -m ep_plugin.bench`."""
+"""The entry point of `ep-bench`, which is also `python -m ep_plugin.bench`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _EXTRA = ("typer", "rich", "tqdm", "matplotlib")
 
 
 def main() -> None:
-    """Runs the command line. Exits 2 and names the extra to install where a package of it is missing."""
+    """Runs the command line. If a package is missing, names the extra that installs it, and exits with status 2."""
     try:
         from ep_plugin.bench.cli import main as command_line
 

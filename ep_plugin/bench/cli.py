@@ -1,4 +1,4 @@
-"""The command line of `ep-bench`: a command for each suite, `plan`, `report` and `load`."""
+"""The command line of `ep-bench`. It has a command for each suite, and `plan`, `report` and `load`."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def about() -> None:
 
 
 def _add_command(kind: type[Suite]) -> None:
-    """Makes a command of the suite, whose options are the suite's fields."""
+    """Adds a command that runs the suite. The options of the command are the fields of the suite."""
 
     def command(out: str | None = None, **options: Any) -> None:
         with _refusals():
@@ -87,7 +87,7 @@ def report_command(
     case: Annotated[list[str] | None, typer.Option(help="Pattern of case names, as a shell's; repeatable.")] = None,
     impl: Annotated[list[str] | None, typer.Option(help="Pattern of implementations' names; repeatable.")] = None,
 ) -> None:
-    """Prints results as markdown tables with ratios. Exit status 2 when a file was none, which is named."""
+    """Prints results as markdown tables with ratios. Names files that are no results, and then exits with status 2."""
     loaded, refused = [], []
     for path in files:
         try:
@@ -108,7 +108,7 @@ def load_command(
     files: Annotated[list[Path], typer.Argument(help="Files of ep_plugin.write_stats.", exists=True, dir_okay=False)],
     plot: Annotated[Path | None, typer.Option(help="The PNG's file: tokens from each rank for each expert.")] = None,
 ) -> None:
-    """Prints the load of a run, whose ranks wrote a file each: tokens, drops, bytes and waits."""
+    """Prints the load of a run from the files of its ranks: tokens, drops, bytes and waits."""
     with _refusals():
         loads = load.load(files)
         _check_writable("plot", plot)
@@ -127,7 +127,7 @@ def _print(
 
 @contextmanager
 def _refusals() -> Iterator[None]:
-    """Turns ValueError into a wrong parameter. Wrong results end the command with status 1."""
+    """Turns a ValueError into typer's error for a wrong parameter. Wrong results end the command with status 1."""
     try:
         yield
     except ValueError as error:
@@ -138,7 +138,7 @@ def _refusals() -> Iterator[None]:
 
 
 def _check_writable(option: str, path: Path | None) -> None:
-    """Makes the folder of `path`, if any. ValueError, naming the option, when no file can be written there."""
+    """Makes the folder of `path`. Raises ValueError, with the option's name, if no file can be written there."""
     if path is None:
         return
     try:

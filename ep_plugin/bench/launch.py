@@ -1,6 +1,6 @@
 """Starts the ranks of a benchmark, one process each, and returns rank 0's result.
 
-Under a launcher (torchrun, ep_plugin.testing.nodes), which sets RANK and WORLD_SIZE, this process is one of the ranks.
+A launcher (torchrun, ep_plugin.testing.nodes) sets RANK and WORLD_SIZE. This process then is one of the ranks.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ def run_on_ranks(
     Under a launcher only rank 0 returns: the other processes end here, so a program can call this once.
 
     Args:
-        function: importable by name, as it is sent to the ranks; so are `args`.
-        timeout: of the group; None: the backend's default.
+        function: a function that can be imported by name, because it is pickled. `args` are pickled, too.
+        timeout: the timeout of the group; None is the backend's default.
 
     Returns:
         Rank 0's result, after a round trip through JSON.
 
     Raises:
-        torch.multiprocessing.spawn.ProcessException: of the first rank that fails, with its traceback or signal. The
-            others end, as all do when this call is interrupted.
-        ValueError: fewer GPUs than ranks, or a launcher that has started another number of ranks.
+        torch.multiprocessing.spawn.ProcessException: a rank has failed. The error has its traceback or signal, and the
+            other ranks are ended. They are also ended when this call is interrupted.
+        ValueError: there are fewer GPUs than ranks, or a launcher has started another number of ranks.
     """
     call = (backend, timeout, function, args)
     started = env.launcher()
@@ -93,7 +93,7 @@ def _started(rank: int, ranks: int, port: int, environment: dict[str, str], *cal
 def _run(
     rank: int, local_rank: int, ranks: int, store: TCPStore | None, backend: str, timeout: Any, function: Any, args: Any
 ) -> str:
-    """This rank's result as JSON. Without a store, the environment says where the ranks meet."""
+    """Returns this rank's result as JSON. Without a store, the environment says where the ranks meet."""
     device = torch.device("cpu") if backend == "cpu" else torch.device("cuda", local_rank)
     group: dict[str, Any] = {"store": store, "rank": rank, "world_size": ranks, "timeout": timeout}
     if backend == "cpu":

@@ -1,4 +1,4 @@
-"""The load of a run, from the files that ep_plugin.write_stats wrote on its ranks: tables and a heat map.
+"""Shows the load of a run as tables and a heat map. ep_plugin.write_stats has written a file on each rank.
 
 Shapes: R ranks, E experts.
 """
@@ -17,13 +17,13 @@ from ep_plugin.moe.statistics import LoadStats, skew_of
 
 
 class Load(NamedTuple):
-    """One communicator. ranks: its records, by rank; ranks without a file are missing."""
+    """The load of one communicator. `ranks` has the record of each rank that has written a file."""
 
     name: str
     ranks: dict[int, LoadStats]
 
     def tokens(self, layer: str | None = None) -> torch.Tensor:
-        """float64 ``[R, E]``: tokens from each rank for each expert. NaN for experts of ranks without a file."""
+        """Returns float64 ``[R, E]``, tokens by source rank and expert. Experts of ranks without a file have NaN."""
         size, local = next(iter(self.ranks.values())).tokens.shape
         whole = torch.full((size, size, local), torch.nan, dtype=torch.float64)
         for rank, stats in self.ranks.items():
@@ -31,7 +31,7 @@ class Load(NamedTuple):
         return whole.flatten(1)
 
     def layers(self) -> dict[str, torch.Tensor]:
-        """float64 ``[E]``: tokens for each expert, by layer; {}: no layer is known. NaN as in `tokens`."""
+        """Returns float64 ``[E]``, tokens for each expert, by layer; {} if no layer is known. NaN is as in `tokens`."""
         names = dict.fromkeys(name for stats in self.ranks.values() for name in stats.layers)
         found = {name: self.tokens(name).sum(0) for name in names}
         outside = self.tokens().sum(0) - sum(found.values())
@@ -39,7 +39,7 @@ class Load(NamedTuple):
 
 
 def load(paths: Sequence[Path]) -> list[Load]:
-    """The communicators in all files. ValueError when a file is none, or two files do not belong to one run."""
+    """Reads the communicators in all files. Raises ValueError for other files, and for files of several runs."""
     found: dict[str, dict[int, LoadStats]] = {}
     for path in paths:
         for name, stats in read_stats(path).items():
@@ -56,7 +56,7 @@ def load(paths: Sequence[Path]) -> list[Load]:
 
 
 def markdown(found: Load) -> str:
-    """A line per rank, one sentence on experts, and a line per layer if layers are known."""
+    """Returns a line for each rank, a sentence on experts, and a line for each layer that is known."""
     mean = max(sum(int(stats.tokens.sum()) for stats in found.ranks.values()) / len(found.ranks), 1.0)
     lines = []
     for rank, stats in found.ranks.items():
@@ -92,13 +92,13 @@ def markdown(found: Load) -> str:
 
 
 def _busiest(per_expert: torch.Tensor) -> tuple[int, int, float]:
-    """The busiest expert, its tokens, and these over the mean of the experts that are known."""
+    """Returns the busiest expert, its tokens, and its tokens over the mean of the known experts."""
     busiest = int(per_expert.nan_to_num(-1).argmax())
     return busiest, int(per_expert[busiest]), skew_of(per_expert[~per_expert.isnan()])
 
 
 def plot(loads: Sequence[Load], path: Path) -> None:
-    """A PNG with a heat map per communicator: the tokens of each layer, or from each rank, for each expert."""
+    """Draws a PNG with a heat map per communicator: tokens for each expert, by layer or else by source rank."""
     heights = [2 + 0.25 * len(found.layers() or found.tokens()) for found in loads]
     with picture(path, len(loads), figsize=(10, sum(heights)), height_ratios=heights) as (figure, panels):
         for axes, found in zip(panels, loads, strict=True):

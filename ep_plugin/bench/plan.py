@@ -1,9 +1,10 @@
-"""`ep-bench plan`: the rows, bytes and least times of dispatch and combine over nodes, by formula and counted.
+"""`ep-bench plan` predicts the rows, bytes and least times of dispatch and combine over nodes.
 
-Two levels: as ep_plugin.moe.across_nodes sends. Flat: an all-to-all over all ranks, with one row for each rank that a
-token needs, or with one for each of its K experts.
+It compares three exchanges. In the one with two levels ep_plugin.moe.across_nodes sends. The two flat ones are an
+all-to-all over all ranks: one sends a row to each rank that a token needs, the other a row for each of its K experts.
+Rows are predicted by a formula, and counted in a random routing.
 
-Shapes: R ranks, N nodes of G ranks, T tokens per rank, H hidden size, K experts per token, E experts in all, E_l of R.
+Shapes: R ranks, N nodes of G ranks, T tokens per rank, H hidden size, K experts per token, E experts in all.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ _NOTES = """\
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Predicts bytes and times of dispatch and combine over nodes, from sizes and rates alone. Runs no exchange."""
+    """Predicts bytes and times of dispatch and combine over nodes, from sizes and rates alone. Exchanges nothing."""
 
     nodes: Annotated[int, typer.Option(help="Nodes, N.")]
     ranks: Annotated[int, typer.Option(help="Ranks on each node, G.")]
@@ -80,7 +81,7 @@ class Plan:
 
     @property
     def reached(self) -> int:
-        """The most nodes that hold a token's experts."""
+        """The largest number of nodes that may hold a token's experts."""
         return self.nodes if self.node_limit is None else self.node_limit
 
     @property
@@ -97,10 +98,13 @@ class Plan:
 
 
 class Rows(NamedTuple):
-    """The rows of one rank in dispatch. Combine returns them all, so it sends `landed` over the rail.
+    """The rows of one rank in dispatch. Combine returns all of them, so it sends `landed` over the rail.
 
-    sent, landed: to and from other nodes. links: to other ranks of the node. last: those of `links` that come by the
-    rail's last leg.
+    Attributes:
+        sent: rows to other nodes.
+        landed: rows from other nodes.
+        links: rows to other ranks of the node.
+        last: the part of `links` that comes by the rail's last leg.
     """
 
     sent: float
@@ -110,12 +114,12 @@ class Rows(NamedTuple):
 
 
 def expected_rows(plan: Plan) -> dict[str, Rows]:
-    """Means over routings that draw `node_limit` nodes evenly, and then K experts of these nodes evenly."""
+    """Returns the mean rows over routings that draw `node_limit` nodes evenly, then K of their experts evenly."""
     N, G, R, T = plan.nodes, plan.ranks, plan.size, plan.tokens
     drawn, total = plan.reached / N, math.comb(plan.choices, plan.topk)
 
     def needs(experts: int) -> float:
-        """p: the probability that a token needs a place with so many experts."""
+        """Returns the probability q(n) that a token needs a place with n = `experts` experts."""
         return drawn * (1 - math.comb(plan.choices - experts, plan.topk) / total)
 
     node, rank, pair = T * needs(plan.experts // N), T * needs(plan.experts // R), T * plan.topk / R
@@ -128,7 +132,7 @@ def expected_rows(plan: Plan) -> dict[str, Rows]:
 
 
 def random_routing(plan: Plan, generator: torch.Generator) -> torch.Tensor:
-    """``[T, K]`` expert ids, drawn as `expected_rows` says."""
+    """Returns ``[T, K]`` expert ids, drawn as `expected_rows` says."""
     scores = torch.rand(plan.tokens, plan.nodes, plan.experts // plan.nodes, generator=generator)
     nodes = torch.rand(plan.tokens, plan.nodes, generator=generator).topk(plan.reached).indices
     drawn = torch.zeros(plan.tokens, plan.nodes, dtype=torch.bool).scatter_(1, nodes, True)
@@ -136,9 +140,12 @@ def random_routing(plan: Plan, generator: torch.Generator) -> torch.Tensor:
 
 
 def counted_rows(plan: Plan, routing: Sequence[torch.Tensor], node: int = 0, index: int = 0) -> dict[str, Rows]:
-    """The rows of the rank with local rank `index` on `node`. Flat rows that land are taken to be as many as are sent.
+    """Counts the rows of the rank with local rank `index` on `node`.
 
-    routing: ``[T_n, K]`` expert ids of the rank with that local rank on each node n; -1: dropped.
+    In the flat exchanges as many rows are assumed to land as are sent.
+
+    Args:
+        routing: for each node n ``[T_n, K]`` expert ids, of the rank there with the same local rank. -1 drops one.
     """
     N, G = plan.nodes, plan.ranks
     inside = torch.zeros(N, G, dtype=torch.bool)
@@ -166,7 +173,7 @@ def counted_rows(plan: Plan, routing: Sequence[torch.Tensor], node: int = 0, ind
 
 
 def _pairs(plan: Plan, ids: torch.Tensor) -> torch.Tensor:
-    """``[T, N, G]``, how many of a token's experts each rank holds."""
+    """Returns ``[T, N, G]``, how many of a token's experts each rank holds."""
     ranks = ids.long().div(plan.experts // plan.size, rounding_mode="floor").masked_fill(ids < 0, plan.size)
     pairs = torch.zeros(len(ids), plan.size + 1, dtype=torch.int32)
     pairs.scatter_add_(1, ranks, torch.ones_like(ranks, dtype=torch.int32))
@@ -182,8 +189,13 @@ class Bytes(NamedTuple):
 
 
 def bytes_of(plan: Plan, way: str, path: str, operation: str, rows: float, weights: bool) -> Bytes:
-    """The bytes of so many rows and of their counts. weights: dispatch sends float32 weights, or combine returns their
-    gradients. Signals inside the node, a few words for each pair of ranks, are left out."""
+    """Returns the bytes of `rows` rows and of their counts.
+
+    Signals inside the node are left out. They are a few words for each pair of ranks.
+
+    Args:
+        weights: whether dispatch sends float32 weights, or combine returns their gradients.
+    """
     K, local = plan.topk, plan.experts // plan.size
     with_each = 1 if way == COPIES else K
     fresh = operation == DISPATCH
@@ -204,9 +216,10 @@ def bytes_of(plan: Plan, way: str, path: str, operation: str, rows: float, weigh
 
 
 def least_seconds(plan: Plan, way: str, operation: str, rows: Rows, weights: bool) -> float:
-    """The time that the rates allow where rail and links work at once, but for the forwarding of the rail's last leg.
+    """Returns the least time that the rates allow.
 
-    Combine runs backwards: its first leg waits for the sums of the node's ranks.
+    Rail and links work at the same time, with one exception. In dispatch the links forward the rail's last leg when it
+    has arrived. Combine runs backwards, so its first leg waits for the sums of the node's ranks.
     """
     rail, links = (
         sum(bytes_of(plan, way, path, operation, rows_of(operation, path, rows), weights)) / (rate * 1e9)
@@ -217,12 +230,12 @@ def least_seconds(plan: Plan, way: str, operation: str, rows: Rows, weights: boo
 
 
 def rows_of(operation: str, path: str, rows: Rows) -> float:
-    """The rows that an operation sends over the rail. Over the links: that dispatch sends, and combine receives."""
+    """Returns the rows that an operation sends over the rail. Over links: that dispatch sends or combine receives."""
     return rows.links if path == LINKS else rows.landed if operation == COMBINE else rows.sent
 
 
 def rows_by_source(plan: Plan, most: int | None = None) -> dict[str, dict[str, Rows]]:
-    """The rows of rank 0, by formula, and counted in a random routing. most: tokens that are counted, and scaled."""
+    """Returns the rows of rank 0, by formula and counted. At most `most` tokens are counted, and then scaled up."""
     few = replace(plan, tokens=min(plan.tokens, most or plan.tokens))
     _check_countable(few)
     generator, scale = torch.Generator().manual_seed(0), plan.tokens / few.tokens
@@ -232,7 +245,7 @@ def rows_by_source(plan: Plan, most: int | None = None) -> dict[str, dict[str, R
 
 
 def _check_countable(plan: Plan) -> None:
-    """ValueError for a routing that needs too much memory or time to be drawn and counted."""
+    """Raises ValueError for a routing that needs too much memory or time to be drawn and counted."""
     drawn = plan.tokens * plan.experts
     if drawn > _MOST_DRAWN or drawn * plan.nodes > _MOST_DRAWN_BY_NODES:
         most = min(_MOST_DRAWN, _MOST_DRAWN_BY_NODES // plan.nodes)
@@ -243,7 +256,7 @@ def _check_countable(plan: Plan) -> None:
 
 
 def markdown(plan: Plan) -> str:
-    """The predictions for rank 0 as a table."""
+    """Returns the predictions for rank 0 as a table."""
     found, lines = rows_by_source(plan), []
     for operation, way, path, source in itertools.product((DISPATCH, COMBINE), WAYS, (RAIL, LINKS), found):
         rows, weights = found[source][way], operation == DISPATCH
@@ -260,9 +273,9 @@ def markdown(plan: Plan) -> str:
 
 
 def points_of(plan: Plan) -> dict[int, dict[tuple[str, str, str], float]]:
-    """Bytes of a dispatch with weights and its combine, by (source, path, way), for numbers of nodes from 2 on.
+    """Returns the bytes of a dispatch with weights and its combine, by number of nodes and (source, path, way).
 
-    Those are the divisors of the plan's, each with as many ranks for each node.
+    The numbers of nodes are the divisors of the plan's number, from 2 on. Each node has as many ranks as in the plan.
     """
     points = {}
     for nodes in (number for number in range(2, plan.nodes + 1) if plan.nodes % number == 0):
@@ -280,10 +293,10 @@ def points_of(plan: Plan) -> dict[int, dict[tuple[str, str, str], float]]:
 
 
 def plot(plan: Plan, path: Path) -> None:
-    """A PNG of the bytes per rank over the number of nodes: lines by formula, marks counted in a random routing.
+    """Draws a PNG of the bytes per rank over the number of nodes.
 
-    The routing has at most 256 tokens per rank, and its rows are scaled. With a node limit, dashed lines are of routing
-    that has it, and the others of routing that has none.
+    Lines show the formula. Marks show counts in a random routing of at most 256 tokens per rank, scaled up. If the plan
+    has a node limit, dashed lines show routing with the limit, and solid lines show routing without it.
     """
     shape = f"T {plan.tokens}, H {plan.hidden}, K {plan.topk} of {plan.experts}, {plan.dtype}"
     with picture(path, 1, 2, figsize=(11, 4.5)) as (figure, panels):

@@ -1,4 +1,4 @@
-"""The code, the hardware and the versions that produced a result."""
+"""Describes the code, the hardware and the versions that produced a result."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SOURCES = {".py", ".pyi", ".h", ".cuh", ".cpp", ".cu"}
 
 
 def hash_sources(folders: Iterable[str] = BENCHED, root: Path = ROOT) -> str:
-    """SHA-256, in hex, over the names and bytes of all source files below `folders` of `root`, without links.
+    """Returns the SHA-256, in hex, of the names and bytes of all source files below `folders` of `root`, without links.
 
     A missing folder counts as empty: an installed package has its integrations inside `ep_plugin`.
     """
@@ -35,7 +35,7 @@ def hash_sources(folders: Iterable[str] = BENCHED, root: Path = ROOT) -> str:
 
 
 def commit(root: Path = ROOT) -> str | None:
-    """The commit of the checkout at `root`, with "-dirty" where the code differs from it.
+    """Returns the commit of the checkout at `root`, with "-dirty" if the code differs from it.
 
     Outside a git checkout it is EP_PLUGIN_COMMIT, or None where that is not set.
     """
@@ -53,7 +53,7 @@ def commit(root: Path = ROOT) -> str | None:
 
 
 def versions() -> dict[str, str | None]:
-    """Versions of PyTorch, ep_plugin, NCCL, CUDA and Python; None for those that this build does not have."""
+    """Returns the versions of PyTorch, ep_plugin, NCCL, CUDA and Python; None for what this build does not have."""
     has_nccl = torch.version.cuda and torch.cuda.is_available()
     return {
         "torch": torch.__version__,
@@ -65,12 +65,12 @@ def versions() -> dict[str, str | None]:
 
 
 def cores() -> int:
-    """Cores that this process may run on."""
+    """Returns the number of cores that this process may run on."""
     return len(os.sched_getaffinity(0))
 
 
 def hardware(backend: str, ranks: int) -> str:
-    """The hardware of the ranks, for readers: "4 x NVIDIA H200", "2 cores of AMD EPYC"."""
+    """Returns the hardware of the ranks for readers, such as "4 x NVIDIA H200" or "2 cores of AMD EPYC"."""
     if backend == "cuda":
         return f"{ranks} x {torch.cuda.get_device_name(0)}"
     try:
@@ -81,7 +81,7 @@ def hardware(backend: str, ranks: int) -> str:
 
 
 def hardware_folder(backend: str, ranks: int) -> str:
-    """The folder of `benchmarks/results` for this hardware: "cpu2" (cores), "h200x4" (GPU and how many)."""
+    """Returns the folder in `benchmarks/results` for this hardware: "cpu2" for 2 cores, "h200x4" for 4 GPUs."""
     if backend == "cpu":
         return f"cpu{cores()}"
     name = torch.cuda.get_device_name(0).removeprefix("NVIDIA ").split(" ")[0]

@@ -1,6 +1,6 @@
-"""Results as tables. Ratios compare rows of one run: with the floor, with ep_plugin, or with a base case.
+"""Shows results as tables. Ratios compare rows of one run with the floor, with ep_plugin or with a base case.
 
-Results of earlier versions, whose suites had other names, are read too.
+It also reads the results of earlier versions, whose suites had other names.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _NEWER_KEYS = {"host_us", "peer_bytes"}  # which earlier versions did not write
 
 
 def load(path: Path) -> dict[str, Any]:
-    """A result as `ep-bench` or `examples.compare` wrote it; ValueError when it is something else."""
+    """Reads a result of `ep-bench` or `examples.compare`. Raises ValueError for any other file."""
     try:
         result = json.loads(path.read_text())
     except ValueError as error:
@@ -41,7 +41,7 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def of_cases(results: list[dict[str, Any]], patterns: list[str], impls: list[str]) -> list[dict[str, Any]]:
-    """The results that have such cases, with only these and the base case.
+    """Returns the matching cases of each result, and its base case.
 
     patterns, impls: of the cases and of the implementations to keep; [] keeps all. A training result is one case, its
     model, and keeps both arms. ValueError when a pattern matches none.
@@ -65,7 +65,7 @@ def _cases(result: dict[str, Any]) -> list[str]:
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """Title, table and notes, with command, versions and commit."""
+    """Returns the title, the table and the notes of a result, with its command, versions and commit."""
     if "rows" not in result:
         return training.markdown(result)
     emulated = [f"emulated: {result['emulation']}"] if "emulation" in result else []
@@ -77,7 +77,7 @@ def markdown(result: dict[str, Any]) -> str:
 
 
 def _table(result: dict[str, Any]) -> str:
-    """The columns that have values in these rows, as a markdown table."""
+    """Returns the rows as a markdown table of the columns that are not empty."""
     lines = [{name: cell(row) for name, cell in _columns(result).items()} for row in result["rows"]]
     filled = {name for line in lines for name, cell in line.items() if cell}
     lines = [{name: cell for name, cell in line.items() if name in filled} for line in lines]
@@ -85,7 +85,7 @@ def _table(result: dict[str, Any]) -> str:
 
 
 def markdown_table(lines: list[dict[str, str]], left: Collection[str]) -> str:
-    """The cells of each line by their columns. left: the columns whose cells begin at the left."""
+    """Returns a markdown table of lines, whose cells are by column. The columns in `left` are left-aligned."""
     table = Table(box=box.MARKDOWN)
     for name in lines[0]:
         table.add_column(name, justify="left" if name in left else "right")
@@ -102,7 +102,7 @@ def _columns(result: dict[str, Any]) -> dict[str, Callable[[Row], str]]:
     medians = {(row["case"], row["impl"]): row["median_us"] for row in result["rows"]}
 
     def ratio(row: Row, impl: str, start: float = 0.0) -> str:
-        """Over the row of `impl`, both without `start`; empty where there is none that is longer."""
+        """Returns the median over that of `impl`, both beyond `start`; empty if `impl` takes no longer than `start`."""
         other = medians.get((row["case"], impl), start) - start
         return f"{(row['median_us'] - start) / other:.2f} ×" if other > 0 else ""
 
@@ -130,13 +130,13 @@ def _columns(result: dict[str, Any]) -> dict[str, Callable[[Row], str]]:
 
 
 def base_us(result: dict[str, Any]) -> float:
-    """The median of the base case; 0 where there is none."""
+    """Returns the median of the base case; 0 if the result has none."""
     return next((row["median_us"] for row in result["rows"] if row["case"] == result.get("base_case")), 0.0)
 
 
 @contextlib.contextmanager
 def picture(path: Path, rows: int, columns: int = 1, **options: Any) -> Iterator[tuple[Any, list[Any]]]:
-    """A figure and its panels, to be drawn on; then a PNG. options: of matplotlib's subplots."""
+    """Yields a figure and its panels, and writes the PNG at the end. `options` are for matplotlib's subplots."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,4 +1,4 @@
-"""The parts that all suites share: options, comparing and timing, and the result."""
+"""The parts that all suites share: they read options, compare and time implementations, and write the result."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ BY_BACKEND: Any = None  # the default of a field whose value Suite.defaults has 
 
 
 class WrongResult(RuntimeError):
-    """An implementation disagreed with the oracle, so nothing was timed."""
+    """Raised if an implementation disagrees with the oracle. Nothing is timed then."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Suite(ABC):
-    """One run of a suite. The fields are the options of the suite's command. least: their smallest values."""
+    """One run of a suite. Its fields are the options of the command, and `least` has their smallest values."""
 
     command_name: ClassVar[str]
     defaults: ClassVar[dict[str, dict[str, Any]]] = {"cpu": {"ranks": 4}, "cuda": {"ranks": None}}
@@ -59,15 +59,15 @@ class Suite(ABC):
 
     @abstractmethod
     def measure(self, device: torch.device) -> dict[str, Any]:
-        """Measures on one rank, whose "rows" and "notes" are kept from rank 0. Collective. Raises WrongResult."""
+        """Measures, and returns "rows" and "notes". Those of rank 0 are kept. Collective. Raises WrongResult."""
 
     @property
     def name(self) -> str:
-        """The suite's name in results, and its result's file name without the suffix."""
+        """The name of the suite in results, and of the result's file without the suffix."""
         return self.command_name.replace("-", "_")
 
     def command(self) -> str:
-        """The command line of this run."""
+        """Returns the command line of this run."""
         words = ["ep-bench", self.command_name]
         for field in fields(self):
             value, option = getattr(self, field.name), f"--{field.name}"
@@ -107,7 +107,7 @@ class Suite(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class OverNodes(Suite):
-    """A suite whose ranks may stand for those of several nodes."""
+    """A suite whose ranks on this machine may stand for ranks on several nodes."""
 
     least: ClassVar = Suite.least | {"nodes": 1}
 
@@ -119,7 +119,7 @@ class OverNodes(Suite):
             raise ValueError(f"nodes: expected a divisor of {self.ranks} ranks, got {self.nodes}")
 
     def named(self, name: str) -> str:
-        """The suite's name in results, if `name` is that on one node."""
+        """Returns the suite's name in results. `name` is its name on one node."""
         return name if self.nodes == 1 else f"{name}_{self.nodes}_nodes"
 
     def run(self) -> dict[str, Any]:
@@ -128,13 +128,13 @@ class OverNodes(Suite):
         return super().run()
 
     def check_nodes(self, found: int) -> None:
-        """ValueError unless the ranks are on as many nodes as the option says."""
+        """Raises ValueError unless the ranks are on as many nodes as the option says."""
         if found != self.nodes:
             raise ValueError(f"nodes: expected {found}, which the ranks are on, got {self.nodes}")
 
 
 def measured(device: torch.device, suite: Suite) -> dict[str, Any]:
-    """The suite's measurements on this rank, or {"wrong": sentences of all ranks}. Collective."""
+    """Returns this rank's measurements, or {"wrong": sentences of all ranks}. Collective."""
     try:
         return suite.measure(device)
     except WrongResult as error:
@@ -143,11 +143,14 @@ def measured(device: torch.device, suite: Suite) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
-    """One implementation of a case. run: the call that is timed. bytes_wire, sms: see `row`.
+    """One implementation of a case.
 
-    holders: whose peer memory the row has, as it is after the timing. By default the row has none.
-    check: repeats the call, through its argument, on data that no call has moved before, and returns a sentence on what
-    is wrong with its result, or None; collective. By default nothing is compared.
+    Attributes:
+        run: the call that is timed.
+        check: repeats the call through its argument, on data that no call has moved before. It returns a sentence that
+            says what is wrong with the result, or None. Collective. By default nothing is compared.
+        bytes_wire, sms: as in `row`.
+        holders: the communicators whose peer memory is measured after the timing.
     """
 
     case: str
@@ -160,7 +163,7 @@ class Way:
 
 
 def time_ways(clock: Clock, ways: list[Way], iterations: int) -> list[Row]:
-    """Compares all ways, times them in turn, and compares them again. Raises WrongResult. Collective."""
+    """Compares the results of all ways, times the ways in turn, and compares again. Raises WrongResult. Collective."""
 
     def compare(when: str) -> None:
         found = [(way, way.check(lambda run: run())) for way in ways]
@@ -173,12 +176,12 @@ def time_ways(clock: Clock, ways: list[Way], iterations: int) -> list[Row]:
 
 
 def backend_of(device: torch.device) -> str:
-    """The backend of the group on this device: the name of its own collectives in results."""
+    """Returns the name of the backend on this device, which names its own collectives in results."""
     return "nccl" if device.type == "cuda" else "gloo"
 
 
 def require_right(mine: list[str]) -> None:
-    """Raises WrongResult on every rank if any rank has a sentence on what is wrong. Collective."""
+    """Raises WrongResult on every rank if any rank passes a sentence that says what is wrong. Collective."""
     everyones: list[list[str]] = [[]] * dist.get_world_size()
     dist.all_gather_object(everyones, [f"rank {dist.get_rank()}: {sentence}" for sentence in mine])
     sentences = [sentence for theirs in everyones for sentence in theirs]
@@ -202,7 +205,7 @@ def row(
 
 
 def matching(names: Iterable[str], patterns: list[str], option: str = "case") -> list[str]:
-    """The names that match any shell pattern; all without patterns. ValueError when a pattern matches none."""
+    """Returns the names that match a shell pattern, or all names. Raises ValueError for a pattern without a match."""
     names = list(dict.fromkeys(names))
     for pattern in patterns:
         if not fnmatch.filter(names, pattern):
@@ -211,7 +214,7 @@ def matching(names: Iterable[str], patterns: list[str], option: str = "case") ->
 
 
 def require_module(module: str, option: str, use: str) -> None:
-    """ValueError, naming the option, where the module is not installed."""
+    """Raises ValueError, with the option's name, if the module is not installed."""
     try:
         importlib.import_module(module)
     except ImportError as error:
@@ -219,9 +222,10 @@ def require_module(module: str, option: str, use: str) -> None:
 
 
 def take_fields(command: Callable[..., None], kind: type, **more: Any) -> None:
-    """Gives the command, for typer, the annotated fields of the dataclass as its options, and `more`.
+    """Makes the annotated fields of the dataclass `kind` the options of a typer command.
 
-    more: annotations of optional parameters, by their names.
+    Args:
+        more: annotations of further, optional parameters, by name.
     """
     hints = get_type_hints(kind, include_extras=True)
     options = [each.replace(annotation=hints[each.name]) for each in inspect.signature(kind).parameters.values()]
@@ -232,14 +236,14 @@ def take_fields(command: Callable[..., None], kind: type, **more: Any) -> None:
 
 
 def check_least(least: Mapping[str, float], given: object) -> None:
-    """ValueError, naming the attribute, for one of `given` that is below its least value."""
+    """Raises ValueError, with the attribute's name, if an attribute of `given` is below its least value."""
     for name, smallest in least.items():
         if getattr(given, name) < smallest:
             raise ValueError(f"{name}: expected at least {smallest}, got {getattr(given, name):g}")
 
 
 def check_names(option: str, known: Iterable[str], given: list[str]) -> None:
-    """ValueError, naming the option, for a given name that is not known."""
+    """Raises ValueError, with the option's name, if a given name is not known."""
     for name in given:
         if name not in known:
             raise ValueError(f"{option}: expected one of {', '.join(known)}, got {name!r}")

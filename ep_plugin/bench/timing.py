@@ -1,10 +1,12 @@
-"""Clocks: all ranks are released together, and make one call, or several in a row.
+"""Clocks that release all ranks together and time one call, or several calls in a row.
 
-A sample is the start and the end of a call on one rank, in microseconds, on a clock that the ranks share (CPU) or since
-the rank's own start (CUDA). An iteration lasts from the first start to the last end: on CUDA, the slowest rank's time.
-The third part of a sample is the microseconds until the call returned to the host; NaN on CPUs, where that is the end.
-Of several calls in a row, all three are divided by their number. Ranks that share cores start one after the other, and
-one call is often over before the last of them starts. In a row, that wait counts once for all calls.
+A sample has three parts, in microseconds: the start and the end of a call on one rank, and the time until the call
+returned to the host. On CPUs start and end are read from a clock that the ranks share, and the third part is NaN, since
+a call returns when it is over. On CUDA they count from the rank's own start. An iteration lasts from the first start to
+the last end; on CUDA that is the time of the slowest rank.
+
+If a sample has several calls, each part is divided by their number. Ranks that share cores start one after the other,
+and one call is often over before the last rank starts. With several calls in a row that wait counts once.
 """
 
 from __future__ import annotations
@@ -31,9 +33,11 @@ WARMUP = 3  # calls of each implementation before the timed ones
 
 @dataclass(frozen=True)
 class Half:
-    """A half of an operation, of which clocks time that half alone. start: the send half; it returns the receive half.
+    """One half of an operation. Clocks time this half alone.
 
-    sends: the send half is timed, and the receive half is called after it; else the other way round.
+    Attributes:
+        start: runs the send half, and returns the call that runs the receive half.
+        sends: whether the send half is timed. The other half runs outside of the timed part.
     """
 
     start: Callable[[], Run]
@@ -44,7 +48,7 @@ class Half:
 
 
 def clock_of(device: torch.device, calls: int = 1) -> Clock:
-    """calls: in a row, in each sample; of a Half, one."""
+    """Returns the clock for `device`. Each sample has `calls` calls in a row; a sample of a Half has one."""
     sample = _host_sample if device.type == "cpu" else _DeviceClock(device)
 
     def clock(run: Run) -> Sample:
@@ -67,9 +71,10 @@ def _repeat(run: Run, calls: int) -> object:
 
 
 def _host_sample(run: Run, calls: int) -> Sample:
-    """On the host's monotonic clock. The last result is freed after the end; memory that `run` frees inside counts.
+    """Times `run` on the host's monotonic clock. The last result is freed after the end of the sample.
 
-    A barrier lets ranks go one after the other, as they wake up. So they agree on a moment, and none sleeps until then.
+    A barrier would release ranks one after the other, as they wake up. So the ranks agree on a moment, and spin until
+    then.
     """
     moment = torch.tensor(time.perf_counter_ns() + _LEAD_NS)
     dist.all_reduce(moment, dist.ReduceOp.MAX)
@@ -84,10 +89,11 @@ def _host_sample(run: Run, calls: int) -> Sample:
 
 
 class _DeviceClock:
-    """Device events around `run`, after a write that empties the L2 cache and an all-reduce that no rank leaves early.
+    """Times `run` with device events.
 
-    Both are enqueued before the start event, so peers release the device and not its own host. The host is ahead by a
-    fixed lead, as in a training step: enqueueing costs no device time, a wait of the host inside `run` does.
+    Before the start event it enqueues a write that empties the L2 cache, and an all-reduce, which no rank leaves early.
+    So the devices start together, whatever their hosts do. The host is ahead of the device by a fixed lead, as in a
+    training step: enqueueing costs no device time, but a wait of the host inside `run` does.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -114,9 +120,9 @@ class _DeviceClock:
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """Microseconds of an iteration: the median, and the 10th and 90th percentile.
+    """The microseconds of an iteration: the median, and the 10th and 90th percentile.
 
-    host_us: the median of the microseconds until the call returned on the slowest rank; None on CPUs.
+    host_us: the median time until the call returned on the slowest rank; None on CPUs.
     """
 
     median_us: float
@@ -139,7 +145,7 @@ def time_in_turn(clock: Clock, runs: Mapping[Name, Run], iterations: int, warmup
 
 
 def summarise(samples: list[list[Sample]]) -> Timing:
-    """Statistics of the iterations from `samples[rank][iteration]`."""
+    """Returns the statistics of the iterations. `samples` are by rank, then by iteration."""
     table = torch.tensor(samples, dtype=torch.float64)  # [R, iterations, 3]
     host = float(table[:, :, 2].amax(0).quantile(0.5))
     spans = table[:, :, 1].amax(0) - table[:, :, 0].amin(0)

@@ -1,1 +1,1 @@
-"""The suites, each a command of `ep-bench`: `ep_plugin.bench.cli` lists them."""
+"""The suites. Each is a command of `ep-bench`, and `ep_plugin.bench.cli` lists them."""

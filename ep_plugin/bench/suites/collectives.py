@@ -1,12 +1,13 @@
-"""The suites `allgather`, `reduce-scatter` and `send-receive`: ours, and the backend's own.
+"""The suites `allgather`, `reduce-scatter` and `send-receive` time our collectives beside those of the backend.
 
 Every implementation is compared with plain torch before any is timed, and once more after, each time with new data and
 into poisoned memory.
 
-A case of the first two is a size in bytes: of the gathered output, or of the input that is scattered. `bytes_wire` are
-the bytes that must reach a rank: from its peers, or with several nodes over its rail, where the bytes that ep_plugin
-sent are compared with them. `sms` are of the largest of ep_plugin's kernels; the backend's own for the rails are not in
-it. One object of ep_plugin's serves all sizes, so `peer_bytes` includes the buffers of the sizes before.
+A case of the first two suites is a size in bytes. It is the size of the gathered output, or of the input that is
+scattered. `bytes_wire` counts the bytes that must reach a rank. On one node they come from its peers. With several
+nodes they come over its rail, and must equal what ep_plugin says it has sent. `sms` counts the SMs of ep_plugin's
+largest kernel, without the backend's kernels for the rails. One object of ep_plugin serves all sizes, so `peer_bytes`
+includes the buffers of earlier sizes.
 
 A case of `send-receive` is a pattern and a message's size in bytes. `one_way`: every even rank sends to the rank after
 it. `both_ways`: these two send to each other. `ring`: every rank sends to the rank after it and receives from the one
@@ -60,7 +61,7 @@ reduce_scatter: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter
 
 @dataclass(frozen=True, kw_only=True)
 class CollectiveSuite(OverNodes):
-    """All-gather, if it `gathers`, or reduce-scatter."""
+    """The suite of the all-gather if it `gathers`, else of the reduce-scatter."""
 
     gathers: ClassVar[bool]
     defaults: ClassVar = {
@@ -83,7 +84,7 @@ class CollectiveSuite(OverNodes):
 
     @property
     def name(self) -> str:
-        """A dtype other than the backend's default is in the name."""
+        """The name has the dtype if it is not the backend's default."""
         is_default = self.dtype == self.defaults[self.backend]["dtype"]
         return self.named(super().name if is_default else f"{super().name}_{SHORT_NAMES[self.dtype]}")
 
@@ -97,14 +98,14 @@ class CollectiveSuite(OverNodes):
         return {"rows": rows, "notes": []}
 
     def ours(self) -> dict[str, Any]:
-        """ep_plugin's collectives by their names in results."""
+        """Makes ep_plugin's collectives, by their names in results."""
         if not self.gathers:
             return {OURS: HierarchicalReduceScatter()}
         forced = {"ep_plugin copy_engine": "copy_engine", "ep_plugin sm": "sm"} if self.backend == "cuda" else {}
         return {impl: HierarchicalAllGather(path=path) for impl, path in ({OURS: "auto"} | forced).items()}
 
     def ways(self, device: torch.device, size: int, ours: dict[str, Any]) -> list[Way]:
-        """By each of `ours`, by ep_plugin with memory that peers have not mapped, and by the backend. Collective."""
+        """Makes a way for each of `ours`, one with memory that peers have not mapped, and the backend's. Collective."""
         found = [self._way(device, size, impl, made) for impl, made in ours.items()]
         if device.type not in ours[OURS].maps_nothing_on:
             foreign = f"ep_plugin, foreign {'output' if self.gathers else 'input'}"
@@ -112,7 +113,7 @@ class CollectiveSuite(OverNodes):
         return [*found, self._way(device, size, backend_of(device), None)]
 
     def _way(self, device: torch.device, size: int, impl: str, made: Any, foreign: bool = False) -> Way:
-        """made: ep_plugin's collective; None: the backend's. foreign: peers have not mapped the larger tensor."""
+        """Makes a way of ep_plugin's collective `made`, or of the backend's (None). A foreign tensor is not mapped."""
         large = self._empty(device, size, None if foreign else made)
         # As FSDP2 calls it; gloo's would overlap.
         in_place = self.gathers and not foreign and (made is not None or device.type == "cuda")
@@ -144,7 +145,7 @@ class CollectiveSuite(OverNodes):
         return size // self.ranks * (self.ranks - 1 if self.nodes == 1 else self.nodes - 1)
 
     def most_sms(self, size: int, path: str, foreign: bool = False) -> int:
-        """SMs of the largest of ep_plugin's kernels for `size` bytes. foreign: not in memory from `allocate`."""
+        """Returns the SMs of ep_plugin's largest kernel for `size` bytes. A foreign tensor is not from `allocate`."""
         per_node, shard = self.ranks // self.nodes, size // self.ranks
         if per_node == 1:
             return 0  # all bytes go over the rails
@@ -169,7 +170,7 @@ class CollectiveSuite(OverNodes):
 
 @dataclass(frozen=True, kw_only=True)
 class AllGatherSuite(CollectiveSuite):
-    """All-gather, by size in bytes of the gathered output."""
+    """Times the all-gather, by size in bytes of the gathered output."""
 
     command_name = "allgather"
     gathers = True
@@ -177,7 +178,7 @@ class AllGatherSuite(CollectiveSuite):
 
 @dataclass(frozen=True, kw_only=True)
 class ReduceScatterSuite(CollectiveSuite):
-    """Reduce-scatter, by size in bytes of each rank's input."""
+    """Times the reduce-scatter, by size in bytes of each rank's input."""
 
     command_name = "reduce-scatter"
     gathers = False
@@ -185,7 +186,7 @@ class ReduceScatterSuite(CollectiveSuite):
 
 @dataclass(frozen=True, kw_only=True)
 class SendReceiveSuite(Suite):
-    """Send and receive, by pattern and size in bytes."""
+    """Times send and receive, by pattern and size in bytes."""
 
     command_name = "send-receive"
     least: ClassVar = Suite.least | {"calls": 1}
@@ -217,7 +218,7 @@ class SendReceiveSuite(Suite):
         return {"rows": rows, "notes": []}
 
     def ways(self, device: torch.device, pattern: str, size: int, ours: SendReceive) -> list[Way]:
-        """By ep_plugin and by the backend."""
+        """Makes the way of ep_plugin and the way of the backend."""
         rank = dist.get_rank()
         before, after = (rank - 1) % self.ranks, (rank + 1) % self.ranks
         if pattern != RING:

@@ -1,9 +1,9 @@
-"""The suite `fsdp2`: a training step of a dense Qwen3 under FSDP2, through its own collectives and through ours.
+"""The suite `fsdp2` times a training step of a dense Qwen3 under FSDP2, through its own collectives and ours.
 
 One model is in memory. The collectives of its parameter groups are exchanged between steps, so that the arms are timed
 in turn. First each arm trains from the same weights, with PyTorch's deterministic algorithms. Stock trains twice, to
-show that it repeats itself. With our gathers alone every loss must equal stock's, with our reductions too it must be
-within 1e-3. `no communication` leaves the collectives out: the other arms expose the time that they take beyond it.
+show that it repeats itself. With our gathers alone every loss must equal stock's. With our reductions too it must be
+within 1e-3. `no communication` leaves the collectives out, so the time of another arm beyond it is exposed.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Arm = list[tuple[Any, str, Any]]
 
 @dataclass(frozen=True, kw_only=True)
 class Fsdp2Suite(Suite):
-    """A training step of a dense Qwen3 under FSDP2: its own collectives, ours, and none."""
+    """Times a training step of a dense Qwen3 under FSDP2 with its own collectives, with ours, and with none."""
 
     command_name = "fsdp2"
     defaults: ClassVar = {
@@ -85,7 +85,12 @@ class Fsdp2Suite(Suite):
 def notes_of(
     medians: dict[str, float], tokens: int, losses: dict[str, list[float]], peaks: dict[str, int]
 ) -> list[str]:
-    """Sentences on speed, communication, losses and memory. tokens: of all ranks in a step. peaks: 0 for CPUs."""
+    """Returns sentences on speed, communication, losses and memory.
+
+    Args:
+        tokens: the tokens of all ranks in a step.
+        peaks: the peak memory of each arm; 0 on CPUs.
+    """
     rates = {name: 1e6 * tokens / took for name, took in medians.items()}
     said = [f"{name} {rate:,.0f} ({rate / rates[STOCK]:.3f} × stock)" for name, rate in rates.items()]
     worst = [f"{name} {max(_differences(losses[name], losses[STOCK])):.1e}" for name in (GATHER, BOTH)]
@@ -101,7 +106,7 @@ def notes_of(
 
 
 class _Training:
-    """The sharded model, its arms, and steps through each. Made collectively."""
+    """The sharded model, its arms, and steps through each arm. Construction is collective."""
 
     def __init__(self, suite: Fsdp2Suite, device: torch.device) -> None:
         from torch.distributed.device_mesh import init_device_mesh
@@ -136,7 +141,7 @@ class _Training:
         }
 
     def compare(self) -> tuple[dict[str, list[float]], dict[str, int]]:
-        """Losses and peak memory of each arm, all from the same weights. Raises WrongResult. Collective."""
+        """Trains each arm from the same weights. Returns losses and peak memory. Raises WrongResult. Collective."""
         start = [parameter.to_local().detach().clone() for parameter in self._model.parameters()]
         losses, peaks = {}, {}
         torch.use_deterministic_algorithms(True, warn_only=True)
@@ -156,7 +161,7 @@ class _Training:
         return torch.optim.AdamW(self._model.parameters(), lr=1e-4, fused=True)
 
     def step(self, arm: Arm, optimizer: torch.optim.Optimizer, seed: int = 0) -> Callable[[], torch.Tensor]:
-        """One step through the collectives of `arm`; it returns this rank's loss."""
+        """Returns a step through the collectives of `arm`, which returns this rank's loss."""
         generator = torch.Generator().manual_seed(1000 * seed + dist.get_rank())
         shape = (1, self._suite.tokens)
         tokens = torch.randint(WIDTHS[self._suite.backend]["vocab_size"], shape, generator=generator).to(self._device)
@@ -173,7 +178,7 @@ class _Training:
         return step
 
     def _train(self, arm: Arm) -> list[float]:
-        """Losses of the compared steps, means over all ranks."""
+        """Returns the losses of the compared steps, as means over all ranks."""
         optimizer, losses, steps = self.optimizer(), [], self._suite.compared
         # With the whole learning rate at once, differences in a sum's last bit grow to per mille of the loss.
         warm_up = torch.optim.lr_scheduler.LinearLR(optimizer, 1 / steps, total_iters=steps)
@@ -186,7 +191,7 @@ class _Training:
 
 
 class _Nothing:
-    """A collective that does nothing: its output holds whatever its memory held."""
+    """A collective that does nothing. Its output has whatever its memory had before."""
 
     def __init__(self, stock: Any) -> None:
         self.allocate = stock.allocate
@@ -195,7 +200,7 @@ class _Nothing:
 
 
 def _peak_memory(device: torch.device) -> int:
-    """The peak of PyTorch's allocator since the last call, and all memory in use outside it; 0 for CPUs."""
+    """Returns the peak of PyTorch's allocator since the last call, plus the memory in use outside it; 0 for CPUs."""
     if device.type != "cuda":
         return 0
     torch.cuda.synchronize(device)
@@ -207,7 +212,7 @@ def _peak_memory(device: torch.device) -> int:
 
 
 def wrong_losses(losses: dict[str, list[float]]) -> list[str]:
-    """A sentence for each arm whose losses are too far from stock's."""
+    """Returns a sentence for each arm whose losses are too far from stock's."""
     stock = losses[STOCK]
     expected = {
         STOCK_AGAIN: (0.0, "losses of stock: expected the same from run to run, or no other can be compared"),

@@ -1,9 +1,9 @@
-"""The suite `layers`: forward and backward of a framework's MoE layer, with its own all-to-all and with ours.
+"""The suite `layers` times forward and backward of a framework's MoE layer, with its own all-to-all and with ours.
 
 One set of experts (and one router, where the layer has one) serves both layers. `experts alone` are the same experts,
 forward and backward, on the rows that our dispatcher gave them, with no exchange. First both layers run on two batches
-in turn, and outputs and all gradients must agree. The second batch is the one that is timed. `bytes_wire`: of dispatch,
-combine and the backward of both, in the busier direction of the busiest rank.
+in turn, and outputs and all gradients must agree. The second batch is the one that is timed. `bytes_wire` counts the
+bytes of dispatch, combine and the backward of both, in the busier direction of the busiest rank.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class LayersSuite(ExchangeSuite):
-    """A framework's MoE layer, forward and backward: its all-to-all, ours, and its experts alone."""
+    """Times a framework's MoE layer, forward and backward: with its all-to-all, with ours, and its experts alone."""
 
     command_name = "layers"
     defaults: ClassVar = {"cpu": _CPU_SIZES, "cuda": CUDA_SIZES | {"ffn": 2048}}
@@ -98,7 +98,7 @@ class LayersSuite(ExchangeSuite):
 
 @dataclass(frozen=True)
 class _Batch:
-    """One rank's tokens. inputs: of the layer. dy: the gradient of its output. ids: the experts, `[T, K]`."""
+    """One rank's tokens: `inputs` of the layer, `dy`, the gradient of its output, and the expert `ids` ``[T, K]``."""
 
     inputs: tuple[torch.Tensor, ...]
     dy: torch.Tensor
@@ -107,10 +107,13 @@ class _Batch:
 
 @dataclass(frozen=True)
 class _Setup:
-    """A framework's layers by implementation, STOCK and OURS, which share experts and router. BF16.
+    """A framework's layers in BF16, by implementation, STOCK and OURS. They share experts and router.
 
-    layer_name: the layer in names of cases. about: a sentence on the experts. batch: makes this rank's tokens,
-    different for each turn. communicator: of our layer, once it has run.
+    Attributes:
+        layer_name: the name of the layer in names of cases.
+        about: a sentence about the experts.
+        batch: makes this rank's tokens, which differ from turn to turn.
+        communicator: returns the communicator of our layer, once the layer has run.
     """
 
     layer_name: str
@@ -123,7 +126,7 @@ class _Setup:
 
 
 def _step(module: Any, inputs: Sequence[torch.Tensor], dy: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """Forward and backward, with gradients made anew, as after zero_grad. It returns the output."""
+    """Returns a step that runs forward and backward with new gradients, as after zero_grad, and returns the output."""
 
     def step() -> torch.Tensor:
         _forget(module, inputs)
@@ -135,7 +138,7 @@ def _step(module: Any, inputs: Sequence[torch.Tensor], dy: torch.Tensor) -> Call
 
 
 def _alone(module: Any, inputs: Sequence[torch.Tensor]) -> Callable[[], torch.Tensor]:
-    """The step of a part of the layer, on copies of its inputs."""
+    """Returns the step of a part of the layer, on copies of the inputs."""
     inputs = [tensor.detach().clone().requires_grad_(tensor.is_floating_point()) for tensor in inputs]
     with torch.no_grad():
         dy = torch.randn_like(_first(module(*inputs)))
@@ -149,14 +152,15 @@ def _forget(module: Any, inputs: Sequence[torch.Tensor]) -> None:
 
 
 def _first(found: Any) -> torch.Tensor:
-    """The output itself, where a module returns more."""
+    """Returns the output of a module that may return more than that."""
     return found[0] if isinstance(found, tuple) else found
 
 
 def _megatron(suite: LayersSuite, device: torch.device) -> _Setup:
-    """Megatron-core's MoELayer, one per dispatcher. Collective.
+    """Makes a MoELayer of Megatron-core for each dispatcher. Collective.
 
-    Routing is the plain top-k of sigmoid scores: for random tokens uniformly random. All ranks have the same router.
+    Routing is the plain top-k of sigmoid scores, which is uniformly random for random tokens. All ranks have the same
+    router.
     """
     without_transformer_engine()
     from megatron.core import parallel_state
@@ -219,7 +223,7 @@ def _megatron(suite: LayersSuite, device: torch.device) -> _Setup:
 
 
 def _torchtitan(suite: LayersSuite, device: torch.device) -> _Setup:
-    """torchtitan's RoutedExperts, one per dispatcher. Routing is uniformly random and given: there is no router."""
+    """Makes RoutedExperts of torchtitan for each dispatcher. They take the routing, which is uniformly random."""
     without_triton()
     from torch.distributed.device_mesh import init_device_mesh
     from torchtitan.distributed.utils import set_spmd_backend
@@ -257,7 +261,7 @@ def _torchtitan(suite: LayersSuite, device: torch.device) -> _Setup:
 
 
 def _random_tokens(suite: LayersSuite, device: torch.device, turn: int, shape: tuple[int, ...]) -> Any:
-    """This rank's tokens, the gradient of the layer's output, and the generator for more."""
+    """Returns this rank's tokens, the gradient of the layer's output, and the generator for more."""
     random = torch.Generator(device).manual_seed(turn * suite.ranks + dist.get_rank())
     x, dy = (torch.randn(shape, generator=random, device=device).bfloat16() for _ in range(2))
     return x.requires_grad_(), dy, random
@@ -270,7 +274,7 @@ def _initialise(module: Any, seed: int) -> None:
 
 
 def _output_and_gradients(layer: torch.nn.Module, batch: _Batch) -> Tensors:
-    """Of a step; the layer and the batch no longer hold them."""
+    """Runs a step. Returns its output and gradients, which the layer and the batch then no longer have."""
     found = {"y": _step(layer, batch.inputs, batch.dy)().detach()}
     leaves = {f"input {index}": tensor for index, tensor in enumerate(batch.inputs) if tensor.requires_grad}
     assert all(leaf.grad is not None for leaf in leaves.values())
@@ -282,7 +286,7 @@ def _output_and_gradients(layer: torch.nn.Module, batch: _Batch) -> Tensors:
 
 
 def differences(ours: Tensors, theirs: Tensors) -> dict[str, float]:
-    """The largest difference of each tensor over the largest value of theirs; infinite where a tensor is missing."""
+    """Returns each tensor's largest difference over the largest value of theirs; infinite if a tensor is missing."""
     found = dict.fromkeys(ours.keys() | theirs.keys(), float("inf"))
     for name in ours.keys() & theirs.keys():
         mine, their = ours[name], theirs[name]
@@ -292,7 +296,7 @@ def differences(ours: Tensors, theirs: Tensors) -> dict[str, float]:
 
 
 def too_different(difference: dict[str, float]) -> list[str]:
-    """A sentence for each tensor that differs too much."""
+    """Returns a sentence for each tensor that differs too much."""
     return [
         f"{name}: expected {STOCK}'s within {LIMIT} of its largest value, differs by {value:.2e}"
         for name, value in difference.items()
@@ -301,7 +305,7 @@ def too_different(difference: dict[str, float]) -> list[str]:
 
 
 def notes_of(experts: str, medians: dict[str, float]) -> list[str]:
-    """Sentences on the experts, and on the time of both layers beyond theirs."""
+    """Returns sentences on the experts, and on the time of both layers beyond that of the experts."""
     above = {impl: medians[impl] - medians[EXPERTS] for impl in (STOCK, OURS)}
     ratio = f"; ratio {above[OURS] / above[STOCK]:.2f}" if above[STOCK] > 0 else ""
     listed = ", ".join(f"{impl} {took:,.0f} µs" for impl, took in above.items())

@@ -1,19 +1,19 @@
-"""The suites `moe` and `low-latency`: dispatch and combine of ep_plugin, and the same exchange by collectives.
+"""The suites `moe` and `low-latency` time dispatch and combine of ep_plugin beside the same exchange by collectives.
 
 `bytes_wire` counts the rows and scales that cross to or from the busiest rank in its busier direction; routing and
 weights are left out.
 
-`moe` has dispatch, combine, both, and cached dispatch. `floor` is the time of the rows that must cross at the best rate
-of SM stores, measured just before, on GPUs. With `--nodes` only what crosses between nodes counts, there is no `floor`,
-and by default there are two more peers: an all-to-all that sends a row once per rank, and the rail's own all-to-all of
-the bytes that ep_plugin must send. With `--sweep` the cases are dispatch and combine of these sizes, the headline, and
-of others: `t512` has T = 512, `skew2` twice the mean of rows for rank 0, `sms12` one kernel for each operation on 12
-SMs.
+`moe` has dispatch, combine, both, and cached dispatch. On GPUs, `floor` is the time in which the rows could cross at
+the best rate of SM stores, which is measured just before. With `--nodes` only the bytes between nodes count, there is
+no `floor`, and by default there are two more peers. One is an all-to-all that sends a row once per rank. The other is
+the rail's own all-to-all of the bytes that ep_plugin must send. With `--sweep` the cases are dispatch and combine of
+the given sizes, which are the headline, and of other sizes. `t512` has T = 512. `skew2` sends rank 0 twice the mean
+number of rows. `sms12` runs one kernel for each operation, on 12 SMs.
 
 `low-latency` has dispatch and combine in mode="ll", both halves in one and apart. `t64` has T = 64 tokens per rank.
-`send` and `receive` are the halves of an operation. All ranks are released together before each of them, so a receive
-half finds what the others have sent. `routing known`: the peer has routed the same tokens before, and exchanges rows
-alone, without counts.
+`send` and `receive` are the halves of an operation. All ranks are released together before each half, so a receive half
+finds the rows of all ranks. In `routing known` the peer has routed the same tokens before, and exchanges rows without
+counts.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ LL_CPU_SIZES, LL_CUDA_SIZES = workload.CPU_SIZES | {"hidden": 1024} | _LL, workl
 
 @dataclass(frozen=True, kw_only=True)
 class MoeSuite(OverNodes, ExchangeSuite):
-    """Dispatch and combine of mixture-of-experts layers, against all-to-all with sort and index."""
+    """Times dispatch and combine of mixture-of-experts layers, against all-to-all with sort and index."""
 
     command_name = "moe"
     defaults: ClassVar = {
@@ -103,7 +103,7 @@ class MoeSuite(OverNodes, ExchangeSuite):
         return self.named("moe_sweep" if self.sweep else "moe_ht")
 
     def specs(self) -> list[Spec]:
-        """The cases that `case` selects. A sweep's first two, the headline, are always among them."""
+        """Returns the cases that `case` selects. A sweep always has its first two cases, the headline."""
         if self.sweep:
             found = workload.sweep_specs(self.workload, self.dtype[0], self.sweep)
         else:
@@ -132,8 +132,10 @@ def default_peers(backend: str) -> list[str]:
 
 
 def footprint(device: torch.device, sizes: Workload, dtype: str) -> tuple[int, str]:
-    """The nodes that the ranks are on, and a sentence on a FLAT communicator: its bytes beyond tensors, and the seconds
-    until its first operations, which allocate its pools, have finished. Collective."""
+    """Returns the number of nodes that the ranks are on, and a sentence on the cost of a FLAT communicator. Collective.
+
+    The cost is its peer memory, and the seconds until its first operations, which allocate its pools, have finished.
+    """
     spec = Spec(name="footprint", what=workload.ROUNDTRIP, dtype=dtype, workload=sizes)
     batch = workload.batches(sizes, DTYPES[dtype], device)[dist.get_rank()]
     dist.barrier()
@@ -153,7 +155,7 @@ def footprint(device: torch.device, sizes: Workload, dtype: str) -> tuple[int, s
 
 @dataclass(frozen=True, kw_only=True)
 class LowLatencySizes(ExchangeSuite):
-    """The options that say what is exchanged."""
+    """The options that say what the ranks exchange."""
 
     least: ClassVar = {"ranks": 1, "iterations": 1, "hidden": 128}
 
@@ -171,7 +173,7 @@ class LowLatencySizes(ExchangeSuite):
         return [self.workload_of(self.ranks, tokens) for tokens in self.tokens]
 
     def specs(self) -> list[Spec]:
-        """Of each workload: dispatch and combine, then dispatch of FP8 rows, each whole and in halves."""
+        """Returns, for each workload, dispatch, combine, and dispatch of FP8 rows, each whole and in halves."""
         kinds = [(workload.DISPATCH, False), (workload.COMBINE, False), (workload.DISPATCH, True)]
         halves = ("", workload.SEND, workload.RECEIVE)
         found = []
@@ -183,7 +185,7 @@ class LowLatencySizes(ExchangeSuite):
         return found
 
     def memory_notes(self) -> list[str]:
-        """What a communicator takes for each workload, on its ranks and on 8."""
+        """Returns a sentence for each workload: the memory of a communicator on these ranks and on 8 ranks."""
         notes = []
         for spec in self.specs():
             ranks, shape = spec.workload.ranks, slots_of(spec.config)[1]
@@ -197,7 +199,7 @@ class LowLatencySizes(ExchangeSuite):
 
 @dataclass(frozen=True, kw_only=True)
 class LowLatencySuite(LowLatencySizes):
-    """Low-latency dispatch and combine of few tokens, against all-to-all with sort and index."""
+    """Times low-latency dispatch and combine of few tokens, against all-to-all with sort and index."""
 
     command_name = "low-latency"
     defaults: ClassVar = {

@@ -1,9 +1,9 @@
-"""The suite `overlap`: the time that communication adds to matrix products that run beside it. GPUs only.
+"""The suite `overlap` times what communication adds to matrix products that run beside it. GPUs only.
 
-Two products are enqueued on one stream and the communication on another, of high priority as FSDP2's; one event
-releases both. A row's time is that of both streams together. The products alone are timed in turn with the rest, so a
-report shows the time that each implementation adds to them: 0, if it were hidden altogether. Results are compared as
-they are timed: beside the products.
+Two products are enqueued on one stream. The communication is enqueued on another stream, of high priority like
+FSDP2's. One event releases both. The time of a row is that of both streams together. The products alone are timed in
+turn with the rest, so a report shows the time that each implementation adds to them. It would be 0 for communication
+that is hidden completely. Results are also compared while the products run.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Beside = Callable[[Callable[[], None], Run], Run]  # makes one call of both, whi
 
 @dataclass(frozen=True, kw_only=True)
 class OverlapSuite(ExchangeSuite):
-    """The time that all-gather, messages, dispatch and combine add to two products beside them. GPUs only."""
+    """Times what all-gather, messages, dispatch and combine add to two products beside them. GPUs only."""
 
     command_name = "overlap"
     defaults: ClassVar = {"cuda": CUDA_SIZES | {"size": [256 * MIB, 512 * MIB]}}
@@ -95,7 +95,7 @@ class OverlapSuite(ExchangeSuite):
 
 
 class Product:
-    """A call multiplies two fixed matrices, ``[size, size]`` each, on the current stream, into one output."""
+    """Multiplies two fixed matrices, ``[size, size]`` each, on the current stream, into one output at each call."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype = torch.bfloat16, size: int = SIZE) -> None:
         random = torch.Generator(device).manual_seed(0)
@@ -106,7 +106,7 @@ class Product:
         torch.mm(self._a, self._b, out=self._out)
 
     def wrong(self) -> str | None:
-        """A sentence when the latest product is wrong in some rows and columns, in float64. It is then forgotten."""
+        """Returns a sentence if some rows and columns of the latest product differ from float64. Erases the product."""
         some = slice(None, None, max(1, len(self._a) // _COMPARED))
         expected = self._a[some].double() @ self._b[:, some].double()
         error = float((self._out[some][:, some].double() - expected).abs().max() / expected.abs().max())

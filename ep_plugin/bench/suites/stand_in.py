@@ -1,16 +1,15 @@
-"""The suite `low-latency-stand-in`: what low-latency dispatch and combine take beside the time of the links.
+"""The suite `low-latency-stand-in` times what low-latency dispatch and combine cost beside the time of the links.
 
-N ranks share one GPU, each with a stream and on 1/N of its SMs, in one process. They run the operations and the kernels
-of ranks that have processes of their own. Only the group is missing: their rows go to memory of the same GPU. The
-kernels of all ranks for an operation, or for one half of it, are in one CUDA graph, so the host adds nothing. The rows
-of a case:
+N ranks share one GPU in one process. Each has a stream and 1/N of the SMs. They run the same operations and kernels as
+ranks in processes of their own, but there is no group, and rows go to memory of the same GPU. One CUDA graph has the
+kernels of all ranks for an operation, or for one half of it, so the host adds no time. A case has these rows:
 
 - `ep_plugin`: the time of the graph.
 - `floor`: the bytes of the busiest rank at `--rate`.
 - `predicted`: their sum without `launch`, the time of a graph of N kernels that do nothing. Links and kernels overlap,
   so links should cost less; a rank on a GPU of its own has N times the SMs.
 
-On CPUs ranks are threads, and the kernels those of CPUs: that tests the suite, and predicts nothing.
+On CPUs the ranks are threads that run the kernels of CPUs. That tests the suite, and predicts nothing.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ TIMEOUT_S = 20.0
 
 
 class Share(LowLatencyEngine):
-    """The engine of one of `ranks` ranks, without a group and boards. `StandIn` gives it the memory of all ranks."""
+    """The engine of one of `ranks` ranks, without group and boards. `StandIn` gives it the memory of all ranks."""
 
     def __init__(self, rank: int, ranks: int, config: MoECommunicatorConfig, device: torch.device) -> None:
         assert config.max_tokens_per_rank is not None
@@ -83,7 +82,7 @@ class Share(LowLatencyEngine):
 
 
 class StandIn:
-    """The ranks, and how they do something at the same time."""
+    """The ranks. It lets all of them do something at the same time."""
 
     def __init__(self, ranks: int, config: MoECommunicatorConfig, device: torch.device) -> None:
         self.device = device
@@ -96,7 +95,7 @@ class StandIn:
             self._threads = ThreadPoolExecutor(ranks)
 
     def at_once(self, does: Callable[[int], object]) -> None:
-        """does(rank) for every rank, each on its stream, or in its thread. The caller's stream waits for all."""
+        """Calls does(rank) for every rank, on its stream or in its thread. The caller's stream waits for all ranks."""
         if self.device.type == "cpu":
             list(self._threads.map(does, range(len(self.ranks))))
             return
@@ -110,7 +109,7 @@ class StandIn:
             caller.wait_stream(stream)
 
     def recorded(self, does: Callable[[], object], pool: Any = None) -> Callable[[], object]:
-        """`does` as the replay of a CUDA graph, whose memory comes from `pool`; on CPUs itself."""
+        """Captures `does` in a CUDA graph with memory from `pool`, and returns its replay. Returns `does` on CPUs."""
         if self.device.type == "cpu":
             return does
         graph = torch.cuda.CUDAGraph()
@@ -119,7 +118,7 @@ class StandIn:
         return graph.replay
 
     def check(self) -> None:
-        """Raises EpPluginError for a fault of any rank, after what is enqueued."""
+        """Waits for all that is enqueued. Raises EpPluginError for a fault of any rank."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         for rank in self.ranks:
@@ -127,10 +126,11 @@ class StandIn:
 
 
 class Together:
-    """An operation of all ranks at a time, with fixed inputs and outputs.
+    """One operation that all ranks run at the same time, with fixed inputs and outputs.
 
-    make: the operation of a rank. apart: its halves are launched one after the other. Each launch has a graph of its
-    own on GPUs.
+    Args:
+        make: makes the operation of a rank.
+        apart: whether the halves are launched one after the other. On GPUs each launch has a graph of its own.
     """
 
     def __init__(self, ranks: StandIn, make: Callable[[Share], LowLatencyOperation], apart: bool = False) -> None:
@@ -161,18 +161,18 @@ class Together:
         return receive
 
     def results(self) -> list[Any]:
-        """The operations' results, which each run writes anew."""
+        """Returns the results of the operations. Each run overwrites them."""
         return [operation.results() for operation in self.operations]
 
     def _launch(self, phases: int, anew: bool = False) -> None:
-        """anew: into new memory, that of a graph."""
+        """Launches these halves on all ranks. anew: the results get new memory, which belongs to the graph."""
         for operation in self.operations if anew else ():
             operation.prepare()
         self._ranks.at_once(lambda rank: self.operations[rank].launch(phases))
 
 
 class SharedScene(Scene):
-    """The operations of all ranks, of cases that differ in operation and half alone, and their comparison."""
+    """The operations of all ranks for cases that differ only in operation and half, and their comparison."""
 
     def __init__(self, specs: list[Spec], device: torch.device) -> None:
         super().__init__(specs[0], device)
@@ -198,7 +198,7 @@ class SharedScene(Scene):
         return LowLatencyCombine(rank, self._y[rank.rank], weights, None, None, False, routing, 0)
 
     def shared_ways(self) -> Iterator[Way]:
-        """The cases, and a graph of one kernel for each rank, which does nothing."""
+        """Yields the cases, and a graph of one kernel per rank that does nothing."""
         sms = self.ranks.ranks[0].num_sms if self.device.type == "cuda" else None
         for spec in self._specs:
             operation = self._operations[spec.what, spec.half != ""]
@@ -233,14 +233,14 @@ class SharedScene(Scene):
 
 
 def _received(dispatch: Together) -> list[DispatchOutput]:
-    """What each rank has."""
+    """Returns what each rank has received."""
     results = [DispatchResult(*made[:-2]) for made in dispatch.results()]  # without the handle's tensors
     return [received(tokens=got.tokens, scales=got.scales, num_tokens_per_expert=got.expert_counts) for got in results]
 
 
 @dataclass(frozen=True, kw_only=True)
 class StandInSuite(LowLatencySizes):
-    """Low-latency dispatch and combine of several ranks that share one GPU: their cost beside the links."""
+    """Times low-latency dispatch and combine of several ranks that share one GPU: their cost beside the links."""
 
     command_name = "low-latency-stand-in"
     defaults: ClassVar = {
@@ -270,7 +270,7 @@ class StandInSuite(LowLatencySizes):
         return {"rows": rows, "notes": notes}
 
     def _lines(self, measured: Row, launch_us: float) -> list[Row]:
-        """The row of a case, and those of its links and of the sum. A receive half waits for no link: all is there."""
+        """Returns the rows of a case, its links and their sum. A receive half has no links: all rows have arrived."""
         case, found, link_us = measured["case"], [measured], 0.0
         if "_receive_" not in case:
             found.append(floor_row(case, measured["bytes_wire"], self.rate))

@@ -1,4 +1,4 @@
-"""The suite `wire`: the rates of the links and of the SMs, without any exchange around them. GPUs only.
+"""The suite `wire` measures the rates of the links and of the SMs, without any exchange around them. GPUs only.
 
 Every rank copies at the same time, `nbytes` to (or from) each other rank. A block has one part for each rank: rank r
 reads and writes part r of its peers' blocks, so no two ranks write to one part.
@@ -31,7 +31,7 @@ CUDA_BYTES = 4096 * 57344  # a multiple of all chunks
 
 @dataclass(frozen=True, kw_only=True)
 class Copy:
-    """One way to copy."""
+    """One way to copy: its kind, its SMs, and the bytes of a chunk. None where the kind has no choice."""
 
     kind: str
     sms: int | None = None
@@ -44,7 +44,7 @@ class Copy:
 
 
 def all_copies(present: int) -> list[Copy]:
-    """All copies that are measured on GPUs of `present` SMs."""
+    """Returns all copies that are measured on GPUs of `present` SMs."""
     counts = [sms for sms in SMS if sms <= present]
     found = [Copy(kind=kind, sms=sms) for kind in ("store", "load") for sms in counts]
     bulk = ("tma_store", "tma_load")
@@ -54,7 +54,7 @@ def all_copies(present: int) -> list[Copy]:
 
 @dataclass(frozen=True, kw_only=True)
 class WireSuite(Suite):
-    """Rates of the links and the SMs: stores, loads, TMA and copy engines, by SMs and chunk. GPUs only."""
+    """Measures rates of links and SMs: stores, loads, TMA and copy engines, by SMs and chunk. GPUs only."""
 
     command_name = "wire"
     defaults: ClassVar = {"cuda": {"ranks": None}}
@@ -65,7 +65,7 @@ class WireSuite(Suite):
 
 
 class Wire:
-    """Peer-mapped blocks of the default group's GPUs, and copies between them. Collective; the caller closes it."""
+    """Copies between blocks that the GPUs of a group map. Construction is collective. The caller closes it."""
 
     def __init__(self, device: torch.device, nbytes: int = CUDA_BYTES) -> None:
         self.device, self.nbytes = device, nbytes
@@ -81,7 +81,7 @@ class Wire:
         self.moved = nbytes * len(self._others)  # bytes that one rank copies in one direction
 
     def run(self, copy: Copy, keep: bool = False) -> None:
-        """Enqueues the copy on the current stream. keep: the bytes loaded from the last peer are stored in `_sink`."""
+        """Enqueues the copy on the current stream. With `keep`, `_sink` gets the bytes of the last peer."""
         pulls = copy.kind in _PULLS
         theirs = [self._ptrs[other] + self.rank * self.nbytes for other in self._others]
         if keep:  # one pair, or each would write to the same sink
@@ -101,7 +101,7 @@ class Wire:
         _C.wire(args)
 
     def wrong(self, copy: Copy, _: object = None) -> str | None:
-        """Copies into poisoned memory and compares every byte: a sentence on what is wrong, or None. Collective."""
+        """Copies into poisoned memory. Returns a sentence if any byte is wrong, else None. Collective."""
         pulls = copy.kind in _PULLS
         self._sink.fill_(0xFF)
         self._parts.fill_(0xFF)
@@ -127,7 +127,7 @@ class Wire:
         dist.barrier()
 
     def _stored(self, copy: Copy, sender: int) -> torch.Tensor:
-        """The bytes that `sender` writes into its part of each peer's block."""
+        """Returns the bytes that `sender` writes into its part of each peer's block."""
         if copy.kind == "store":
             unit = torch.arange(self.nbytes // PIECE, dtype=torch.int32, device=self.device)
             words = torch.stack((unit, torch.full_like(unit, sender), ~unit, torch.zeros_like(unit)), 1)
@@ -136,7 +136,7 @@ class Wire:
         return source[: copy.chunk].repeat(self.nbytes // (copy.chunk or 1)) if copy.kind == "tma_store" else source
 
     def _content(self, rank: int, part: int | None = None) -> torch.Tensor:
-        """`_source` of a rank, or, with `part`, bytes that differ from part to part."""
+        """Returns the `_source` of a rank, or, with `part`, bytes that differ from part to part."""
         random = torch.Generator(self.device).manual_seed(rank if part is None else self.size * (rank + 1) + part)
         words = torch.randint(-(2**61), 2**61, (self.nbytes // 8,), generator=random, device=self.device)
         return words.view(torch.uint8)
@@ -152,7 +152,7 @@ def _compare(got: torch.Tensor, expected: torch.Tensor, what: str) -> str | None
 
 
 def time_copies(wire: Wire, copies: list[Copy], iterations: int) -> list[Row]:
-    """Times the copies in turn. Raises WrongResult when one moves wrong bytes. Collective."""
+    """Times the copies in turn. Raises WrongResult if a copy moves wrong bytes. Collective."""
     ways = [
         Way(case=copy.name, impl="wire", run=partial(wire.run, copy), check=partial(wire.wrong, copy),
             bytes_wire=wire.moved, sms=copy.sms)
@@ -162,9 +162,9 @@ def time_copies(wire: Wire, copies: list[Copy], iterations: int) -> list[Row]:
 
 
 def best_sm_store_rate(device: torch.device, iterations: int = 30) -> tuple[float, str]:
-    """GB/s per GPU and direction of the best way to store to all peers by SMs, and the way's name. Collective, CUDA.
+    """Returns the GB/s per GPU and direction of the best way to store to all peers by SMs, and its name. Collective.
 
-    Raises WrongResult when any way stores wrong bytes.
+    It runs on GPUs. Raises WrongResult if any way stores wrong bytes.
     """
     with contextlib.closing(Wire(device)) as wire:
         wanted = [Copy(kind="tma_store", chunk=CHUNKS[-1], sms=sms) for sms in (16, 48, 132) if sms <= wire.present]
