@@ -9,7 +9,7 @@ PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
 	$$python -c '$(SUPPORTED)' 2>/dev/null && { echo $$python; break; }; done)
 CSRC = $(shell find ep_plugin/csrc tests/emulation -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu')
 
-.PHONY: venv build check test test-megatron test-huggingface demo lint docs format mutate gpu wheel clean
+.PHONY: venv build check test test-megatron test-huggingface test-pytorch demo lint docs format mutate gpu wheel clean
 .DELETE_ON_ERROR:
 
 venv: $(VENV)/requirements.stamp
@@ -71,6 +71,30 @@ $(HUGGINGFACE)/install.stamp: requirements/huggingface.txt requirements/constrai
 test-huggingface: build $(HUGGINGFACE)/install.stamp
 	$(HUGGINGFACE)/bin/python -m pytest tests/huggingface $(PYTEST_FLAGS)
 
+# The oldest supported PyTorch and the newest, each before the packages of .venv. The builds for CUDA are the only ones
+# that every index has. They load without a GPU, and share NVIDIA's libraries, which take half of the 5 GB.
+NEWEST_TORCH := $(shell sed -n 's/^torch==//p' requirements/torch.txt)
+TORCH ?= 2.11.0 $(NEWEST_TORCH)
+TORCH_STAMPS = $(TORCH:%=.venv-torch-%/install.stamp)
+TORCH_PIP = PIP_CONSTRAINT=requirements/constraints.txt $(PY) -m pip --python $(@D)/bin/python install \
+	--quiet --disable-pip-version-check --no-compile --no-deps
+.venv-torch-%/install.stamp: requirements/torch.txt requirements/constraints.txt $(VENV)/install.stamp
+	test -x $(@D)/bin/python || $(PY) -m venv --without-pip $(@D)
+	echo "import site; site.addsitedir('$$($(PY) $(PURELIB))')" > "$$($(@D)/bin/python $(PURELIB))/beside.pth"
+	if test $* = $(NEWEST_TORCH); then $(TORCH_PIP) -r requirements/torch.txt; else \
+		ln -sfn "$$(.venv-torch-$(NEWEST_TORCH)/bin/python $(PURELIB))/nvidia" "$$($(@D)/bin/python $(PURELIB))/nvidia"; \
+		$(TORCH_PIP) torch==$*; fi
+	touch $@
+$(filter-out %-$(NEWEST_TORCH)/install.stamp,$(TORCH_STAMPS)): .venv-torch-$(NEWEST_TORCH)/install.stamp
+
+# Each of these versions in turn, as in: make test-pytorch TORCH="2.14.1 2.15.0"
+test-pytorch: build $(TORCH_STAMPS)
+	set -e; for version in $(TORCH); do \
+		.venv-torch-$$version/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_FLAGS) \
+			tests/integrations/test_fsdp2_uses.py tests/transport/test_rails.py tests/moe/test_autograd.py \
+			tests/moe/test_known_calls.py tests/collectives/test_modes.py; \
+	done
+
 demo: build
 	$(PY) -m examples.compare qwen3_moe --ranks 4 --out runs/demo $(DEMO_FLAGS)
 
@@ -99,5 +123,5 @@ wheel: venv
 	scripts/wheels.sh
 
 clean:
-	rm -rf $(VENV) $(MEGATRON) $(HUGGINGFACE) build dist runs *.egg-info ep_plugin/_C.*.so .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(MEGATRON) $(HUGGINGFACE) .venv-torch-* build dist runs *.egg-info ep_plugin/_C.*.so .mypy_cache .pytest_cache .ruff_cache
 	find ep_plugin integrations examples tests -name __pycache__ -prune -exec rm -rf {} +
