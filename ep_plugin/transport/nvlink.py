@@ -1,4 +1,4 @@
-"""Peer memory between the GPUs of one node: PyTorch's symmetric memory.
+"""Maps memory between the GPUs of one node through PyTorch's symmetric memory.
 
 PyTorch allocates, exports and maps the blocks. This module avoids its traps:
 
@@ -7,7 +7,7 @@ PyTorch allocates, exports and maps the blocks. This module avoids its traps:
   So the numbers do not matter, and waits have a deadline and name the missing ranks.
 - Handles are exchanged in a group of our own without a backend: the process group may be gloo, NCCL or any other.
 - Each block is allocated by itself, and zeroed. Reuse from PyTorch's pool can pair different blocks.
-- To release a block synchronises the device, and ends the process if the device is in an error. So only ``close``
+- Releasing a block synchronises the device, and ends the process if the device is in an error. So only ``close``
   releases a block. After an error of the device, or without ``close``, the block stays for good.
 """
 
@@ -40,10 +40,11 @@ _group_numbers = itertools.count()
 
 
 class NvlinkMemory(PeerMemory):
-    """Memory of the ranks of ``exchange`` on their GPUs. See PeerMemory for the contract. Ranks may share a GPU.
+    """Maps memory of the ranks of ``exchange`` on their GPUs. Ranks may share a GPU. PeerMemory states the contract.
 
-    NotSupported when two of the GPUs cannot reach each other, or when the process has switched PyTorch's symmetric
-    memory to another backend than CUDA.
+    Raises:
+        NotSupported: two of the GPUs cannot reach each other, or the process has switched PyTorch's symmetric memory to
+            another backend than CUDA.
     """
 
     def __init__(self, exchange: Exchange, device: torch.device) -> None:
@@ -80,7 +81,7 @@ class NvlinkMemory(PeerMemory):
         return ptrs, functools.partial(_release, kept, self.device)
 
     def _rendezvous(self, block: torch.Tensor, what: str) -> Any:
-        """The handle of the mapped blocks. A rank that fails here aborts the exchange, in which its peers wait."""
+        """Returns the handle of the mapped blocks. A rank that fails aborts the exchange, in which its peers wait."""
         try:
             _remove_stale_socket()
             with env.symmetric_memory_variables():
@@ -92,7 +93,7 @@ class NvlinkMemory(PeerMemory):
             raise EpPluginError(f"rank {self.exchange.group_rank}: mapping of {what} failed: {error}") from error
 
     def _fault_in(self, ptrs: tuple[int, ...], block: torch.Tensor) -> Exception | None:
-        """The error if PyTorch returned wrong addresses."""
+        """Returns an error if PyTorch returned wrong addresses."""
         listing = [hex(ptr) for ptr in ptrs]
         if len(ptrs) != self.exchange.size or ptrs[self.exchange.rank] != block.data_ptr():
             return EpPluginError(f"expected one address per rank and this rank's own among them, got {listing}")
@@ -102,7 +103,7 @@ class NvlinkMemory(PeerMemory):
 
 
 class _HandleGroup:
-    """A process group that symmetric memory finds by ``name``. Its store is a _HandleStore."""
+    """Registers a process group, over a _HandleStore, that symmetric memory finds by ``name``."""
 
     def __init__(self, exchange: Exchange) -> None:
         self.name = cast(Any, f"ep_plugin/{exchange.name}/{next(_group_numbers)}")  # torch wants a type of its own
@@ -120,7 +121,7 @@ class _HandleGroup:
 
 
 class _HandleStore(Store):
-    """A store that serves one pattern: every rank sets ``<step>/<its rank>`` and reads the keys of all ranks.
+    """Serves one pattern of a store: every rank sets ``<step>/<its rank>`` and reads the keys of all ranks.
 
     ``set`` of a rank's own key is the exchange: it returns when every rank has set its key of that turn. The steps may
     have different names on the ranks. A barrier, ``add`` then ``wait``, is a turn of its own.
@@ -160,7 +161,7 @@ class _HandleStore(Store):
 
 
 class _Kept:
-    """Keeps objects alive until ``drop``, also when this object is gone; for good without ``drop``."""
+    """Keeps objects alive until ``drop``, also when this object is gone. Without ``drop`` they stay for good."""
 
     def __init__(self, first: Any) -> None:
         self._objects: list[Any] = [first]

@@ -1,4 +1,4 @@
-"""Which operation of a rail a device has come to, as the host sees it.
+"""Shows the host which operation of a rail a device has come to.
 
 The operations of an NCCL communicator run one after the other, in a stream of its own, and wait for peers there without
 a deadline. A stream beside it waits for the same: when an operation's turn comes it writes the operation's number to
@@ -19,7 +19,7 @@ _NUMBERS = 4096  # of operations on their way, and of captured ones
 
 
 class Progress:
-    """The operations of one rail on one GPU."""
+    """Follows the operations of one rail on one GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -34,7 +34,12 @@ class Progress:
         torch.cuda.current_stream(device).synchronize()  # the numbers are there
 
     def begin(self, owner: Any, what: str) -> int:
-        """Before an operation begins after the current stream. Returns its number. what: a description for `running`"""
+        """Numbers an operation that is about to begin after the current stream, and returns the number.
+
+        Args:
+            owner: the communicator that `running` names.
+            what: the description that `running` returns.
+        """
         number, captured = self._number(), torch.cuda.is_current_stream_capturing()
         if captured:
             self._captured.add(number)
@@ -48,7 +53,7 @@ class Progress:
         return number
 
     def follow(self, work: Any) -> torch.cuda.Event | None:
-        """After the operation has begun. In a capture: the event after which the capture holds all of it."""
+        """Follows an operation that has begun. In a capture, returns the event after which the graph has all of it."""
         with torch.cuda.stream(self._stream):
             work.wait()
             self._words[:1].copy_(self._numbers[:1], non_blocking=True)
@@ -69,7 +74,10 @@ class Progress:
                 tensor.record_stream(self._stream)
 
     def running(self) -> tuple[Any, str, float] | None:
-        """The owner and description of the operation whose turn it is, and for how many seconds it has been seen."""
+        """Returns the owner and the description of the operation whose turn it is, and since how many seconds.
+
+        None if no operation runs.
+        """
         words, now = self._words.tolist(), time.monotonic()
         if words != self._seen[0]:
             self._seen = words, now
@@ -79,7 +87,7 @@ class Progress:
         return owner, what, now - self._seen[1]
 
     def _number(self) -> int:
-        """The next number but 0, which stands for no operation, and those in graphs, which may be replayed."""
+        """Returns the next number. It is never 0, which stands for no operation, nor a number in a graph."""
         with contextlib.suppress(StopIteration):
             self._next = next(
                 number

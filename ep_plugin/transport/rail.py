@@ -1,13 +1,14 @@
-"""The connections of a rail: one backend of c10d between its ranks, which all communicators of the process share.
+"""Connects the ranks of a rail by one backend of c10d, which all communicators of the process share.
 
-Over gloo and NCCL the backend is our own. It is no group of torch.distributed: to make one may take every rank of the
-job, as where NCCL splits the largest communicator, and perhaps only the ranks of this group are here. A failure breaks
-our connections, and the user's process group stays whole. Gloo uses the devices of the user's group, NCCL its
-configuration, so rows take the network that the job has chosen. Over any other backend a rail is the user's group.
+Over gloo and NCCL the backend is our own. It is no group of torch.distributed: making a group may need every rank of
+the job, for example where NCCL splits the largest communicator, and perhaps only the ranks of this group call us. A
+failure breaks our connections, and the user's process group stays usable. Gloo uses the devices of the user's group,
+and NCCL its configuration, so rows take the network that the job has chosen. Over any other backend a rail is the
+user's group.
 
-Communicators find a rail by its ranks. The ranks of a rail compare which one they have, and make a new one together
-unless all have the same. Nobody finds a rail that has failed, and all who have it fail with it. A rail that CUDA graphs
-may hold stays open for later communicators.
+Communicators find a rail by its ranks. The ranks compare which rail they have, and make a new one together unless all
+have the same. A rail that has failed is found no more, and all communicators that have it fail with it. A rail that
+CUDA graphs may hold stays open for later communicators.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from ep_plugin.transport.groups import backend_of
 from ep_plugin.transport.progress import Progress
 from ep_plugin.transport.threads import call_in_thread
 
-MOST_CTAS = 8  # of a kernel of NCCL: SMs that dispatch and combine leave to it
+MOST_CTAS = 8  # of a kernel of NCCL; dispatch and combine leave as many SMs to it
 _NEVER_S = 24 * 3600.0  # PyTorch's watchdog would end the process
 # PyTorch's backends over NCCL, and the backend that a rail makes where the user has it. ProcessGroupNCCLLazy connects
 # each pair of ranks when they first exchange a message; a rail connects all of its ranks at once.
@@ -44,7 +45,10 @@ _GRAPHS_S = 1.0  # how long the abort of a rail waits for CUDA graphs; kernels o
 
 
 class Leg(NamedTuple):
-    """A message of the rail: uint8 `tensor` to `node`, or from it. Gloo matches messages by their tag."""
+    """Describes a message of the rail: a uint8 `tensor` that is sent to `node`, or received from it.
+
+    Gloo matches messages by their tag.
+    """
 
     node: int
     tensor: torch.Tensor
@@ -53,7 +57,7 @@ class Leg(NamedTuple):
 
 
 class _OnStream(NamedTuple):
-    """A work of NCCL. To wait for it would block the host, since the backend has no watchdog."""
+    """Wraps a work of NCCL, whose own `wait` would block the host, since the backend has no watchdog."""
 
     work: Any
 
@@ -63,23 +67,23 @@ class _OnStream(NamedTuple):
 
 
 class User(Protocol):
-    """A communicator's end of a rail."""
+    """Is what a rail knows of a communicator that uses it."""
 
     def rail_ends(self, reason: str) -> None:
-        """Another user ends the rail. Messages that are under way are over then, without data. Any thread calls it."""
+        """Is called, by any thread, when another user ends the rail. Messages that are under way then bring no data."""
 
 
 class Rail:
-    """This rank's end of a backend of our own. A node is a rank of the backend.
+    """Sends and receives over a backend of our own. A node is a rank of the backend.
 
     Attributes:
-        ident: the same on all ranks of the rail, and of no other rail.
-        users: those who have it; the last one closes it.
+        ident: a name that is the same on all ranks of the rail, and that no other rail has.
+        users: the communicators that have the rail; the last one closes it.
         gathers: whether `gather` uses more of the network's bandwidth than sends do.
         together: whether legs begin all together, after torch's current stream, which also waits for them.
         captures: whether a CUDA graph can capture the legs.
         held: whether CUDA graphs may have its operations. NCCL ends a communicator when the last of them is gone.
-        progress: which works the device has come to; None where the host waits.
+        progress: says which works the device has come to; None where the host waits.
     """
 
     def __init__(self, backend: Any, ident: str, progress: Progress | None = None) -> None:
@@ -119,7 +123,14 @@ class Rail:
             raise RuntimeError("the rail has ended, by a failure of a communicator that shares it")
 
     def interrupt(self, node: int, tag: int, user: User, reason: str) -> None:
-        """Ends the waits of other threads and of streams, for `user`. node: any other node; tag: of no message."""
+        """Ends the waits of other threads and of streams, for `user`.
+
+        Args:
+            node: any other node.
+            tag: a tag that no message has.
+            user: the communicator that has failed.
+            reason: is told to all other users.
+        """
         if self.together:
             # Streams that wait go on then. First all other users are told that the data that follows is invalid.
             try:
@@ -138,7 +149,7 @@ class Rail:
         self._end("abort")
 
     def close(self) -> None:
-        """Peers still receive what this rank has sent."""
+        """Closes the connections. Peers still receive what this rank has sent."""
         self._end("shutdown")
 
     def _end(self, how: str) -> None:
@@ -154,13 +165,13 @@ class Rail:
 
 
 class GroupRail:
-    """A rail that is the user's group; as Rail. It is nobody's to share or to close."""
+    """Serves as a Rail, over the user's group. Communicators neither share nor close it."""
 
     gathers = captures = held = False
     ident, progress = "", None
 
     def __init__(self, group: dist.ProcessGroup, ranks: Sequence[int], together: bool) -> None:
-        """ranks: of the group, by node."""
+        """ranks: for each node, the rank of the group that is on this rail."""
         self._group, self._ranks, self.together = group, ranks, together
 
     def begin(self, legs: Sequence[Leg]) -> list[Any]:
@@ -203,7 +214,7 @@ _lock = threading.RLock()
 
 
 def find(key: Key, user: User) -> Rail | None:
-    """This process's rail, for one more user, who calls `release`."""
+    """Returns this process's rail, None if there is none. It has one more user, who must call `release`."""
     with _lock:
         rail = _known.get(key)
         if rail is not None:
@@ -221,10 +232,20 @@ def make(
     store: Any,
     timeout_s: float,
 ) -> Rail | GroupRail:
-    """A new rail, for one user, who calls `release`. Collective over the rail.
+    """Makes a rail for one user, who must call `release`. Collective over the rail.
 
-    group, ranks: the user's, and the rail's ranks in it, by node. node: this rank's. ident: a name that no other rail
-    has. store: for this communicator alone. RuntimeError when the ranks cannot be connected.
+    Args:
+        key: the key by which `find` finds the rail.
+        user: the communicator that uses it.
+        group: the user's process group.
+        ranks: for each node, the rank of the group that is on this rail.
+        node: the node of this rank.
+        ident: a name that no other rail has.
+        store: a store for this communicator alone.
+        timeout_s: how long to wait for the other ranks.
+
+    Raises:
+        RuntimeError: the ranks cannot be connected.
     """
     device = key[1]
     rail = _connected(device, backend_of(group, device), len(ranks), node, ident, store, timeout_s)
@@ -238,7 +259,7 @@ def make(
 
 
 def drop(rail: Rail | GroupRail) -> None:
-    """Later communicators do not find this rail."""
+    """Makes later communicators not find this rail."""
     with _lock:
         for key, known in list(_known.items()):
             if known is rail:
@@ -261,7 +282,7 @@ def release(rail: Rail | GroupRail, user: User) -> None:
 def _connected(
     device: torch.device, theirs: Any, num_nodes: int, node: int, ident: str, store: Any, timeout_s: float
 ) -> Rail | None:
-    """A rail over a backend like `theirs`, the user's; None for one that a rail shares with its user."""
+    """Returns a rail over a backend like `theirs`, the user's, or None where a rail has to use the user's group."""
     theirs = getattr(theirs, "wrapped_pg", theirs)  # torch.distributed wraps it where it debugs
     store = c10d.PrefixStore(f"rail {ident}", store)
     kind = _nccl_kind(theirs) if device.type == "cuda" else None
@@ -315,9 +336,10 @@ def _nccl_options(theirs: Any) -> Any:
 def _connect_nccl(
     kind: Any, store: Any, node: int, num_nodes: int, options: Any, device: torch.device, timeout_s: float
 ) -> Any:
-    """Returns a backend of class `kind`, connected.
+    """Makes a backend of class `kind`, and returns it when it is connected.
 
-    RuntimeError when ranks do not come: NCCL itself waits for them without an end.
+    Raises:
+        RuntimeError: ranks do not come in time. NCCL itself would wait for them for ever.
     """
 
     def connect() -> Any:
@@ -364,7 +386,10 @@ os.register_at_fork(after_in_child=_forget)
 
 @atexit.register
 def _abort_open() -> None:
-    """NCCL warns where a process ends with a communicator. Aborts, since a shutdown could wait for dead peers."""
+    """Aborts the rails that are open when the process ends, since NCCL warns of communicators that are left.
+
+    A shutdown could wait for dead peers.
+    """
     for rail in list(_open):
         if rail.held:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(rail))  # its destructor would wait for graphs

@@ -1,7 +1,7 @@
-"""One communicator's end of its rail: messages to and from the ranks of one local rank on all nodes.
+"""Sends and receives one communicator's messages to the ranks with the same local rank on all other nodes.
 
-The connections are those of `rail.py`, which communicators share. Here are what a communicator sends over them, how
-long it waits, and its errors. Over gloo tags tell the messages of communicators apart; over NCCL the order of calls
+Communicators share the connections, which `rail.py` makes. This module knows what a communicator sends over them, how
+long it waits, and its errors. Over gloo, tags tell the messages of communicators apart. Over NCCL, the order of calls
 does, which is the same on all ranks.
 """
 
@@ -33,10 +33,13 @@ CHUNK_BYTES = {"cpu": 1 << 20, "cuda": 8 << 20}
 
 @dataclass(frozen=True, kw_only=True)
 class UnderWay:
-    """Sends and receives that have begun: (node, work of the backend) each; node None: a work for all nodes.
+    """Holds sends and receives that have begun.
 
-    what: describes them. copies: (from, to) each, to be made when the works are over. captured: the event behind the
-    works where a CUDA graph captures them.
+    Attributes:
+        works: pairs of a node and the backend's work. The node is None for a work that serves all nodes.
+        what: describes the messages in errors.
+        copies: pairs of a source and a destination, to be copied when the works are over.
+        captured: the event behind the works, where a CUDA graph captures them.
     """
 
     works: list[tuple[int | None, Any]]
@@ -46,7 +49,7 @@ class UnderWay:
 
 
 def check_backend(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Raises NotSupported when the group's backend cannot send the memory of `device` to other nodes."""
+    """Raises NotSupported if the group's backend cannot send the memory of `device` to other nodes."""
     if device.type == "cuda" and not serves_gpus(group):
         raise NotSupported(
             "group: expected a backend that sends GPU memory between nodes, such as NCCL, got "
@@ -59,13 +62,14 @@ def check_backend(group: dist.ProcessGroup, device: torch.device) -> None:
 
 
 class Rails:
-    """This rank's end of its rail.
-
-    Attributes:
-        bytes_sent, bytes_received: to and from other nodes since it was made.
-        waited_ns: by rank of the group, nanoseconds that the host has waited for its messages; empty on GPUs.
+    """Represents this rank on its rail.
 
     A rail is open after `open`, which all ranks call with what all of them have offered.
+
+    Attributes:
+        bytes_sent: the bytes that this object has sent to other nodes.
+        bytes_received: the bytes that it has received from them.
+        waited_ns: for each rank of the group, how long the host has waited for its messages. Empty on GPUs.
     """
 
     def __init__(
@@ -76,8 +80,12 @@ class Rails:
         device: torch.device,
         failed: Callable[[str], None],
     ) -> None:
-        """exchange: one over `group`. failed: called by any thread, with a reason, when another communicator ends the
-        rail that both have."""
+        """Prepares the rail, and connects nothing.
+
+        Args:
+            exchange: connects the ranks of `group`.
+            failed: is called with a reason, by any thread, when another communicator ends the rail that both use.
+        """
         self._group, self._device, self._failed = group, device, failed
         self._rank = exchange.rank
         self._timeout_s = exchange.timeout_s
@@ -95,16 +103,24 @@ class Rails:
         self._aborted = self._waiting = False
 
     def offer(self) -> list[str]:
-        """The rail that this process has, "" if none, and a name for a new one. Empty in a group of one node."""
+        """Returns the name of the rail that this process has ("" if none), and a name for a new rail.
+
+        A group of one node needs no rail: the list is empty.
+        """
         if not self.nodes:
             return []
         found = self._rail = rail.find(self._key, self)
         return ["" if found is None else found.ident, secrets.token_hex(8)]
 
     def open(self, exchange: Exchange, offers: Sequence[list[str]]) -> None:
-        """Takes the rail that all of its ranks have, or makes one with them. Collective. offers: of the group's ranks.
+        """Takes the rail that all of its ranks have, or makes one with them. Collective.
 
-        PeerTimeout when ranks of the rail do not connect.
+        Args:
+            exchange: connects the ranks of the group.
+            offers: what `offer` has returned on each rank of the group.
+
+        Raises:
+            PeerTimeout: ranks of the rail do not connect.
         """
         if not self.nodes:
             return
@@ -119,7 +135,12 @@ class Rails:
             raise self._lost(error) from error
 
     def gather(self, part: torch.Tensor, landing: Mapping[int, torch.Tensor]) -> UnderWay:
-        """Begins to send `part` to all other nodes, and to receive theirs of the same size, by node; uint8 tensors."""
+        """Begins to send `part` to all other nodes, and to receive a part of the same size from each.
+
+        Args:
+            part: a uint8 tensor.
+            landing: for each other node, the uint8 tensor that receives its part.
+        """
         opened = self._opened()
         if not opened.gathers:
             return self.start([(node, part) for node in self.nodes], landing.items())
@@ -134,9 +155,12 @@ class Rails:
     def start(
         self, sends: Iterable[tuple[int, torch.Tensor]], receives: Iterable[tuple[int, torch.Tensor]], what: str = ""
     ) -> UnderWay:
-        """Begins to send and receive uint8 tensors, (node, tensor) each: on GPUs after the caller's stream.
+        """Begins to send and receive. On GPUs the messages are ordered after the caller's stream.
 
-        what: describes them in errors.
+        Args:
+            sends: pairs of a node and the uint8 tensor that it gets.
+            receives: pairs of a node and the uint8 tensor that receives its message.
+            what: describes the messages in errors.
         """
         opened = self._opened()
         legs = [
@@ -159,7 +183,7 @@ class Rails:
     def _begin(
         self, opened: Rail | GroupRail, node: int | None, what: str, nbytes: int, begin: Callable[[], list[Any]]
     ) -> tuple[list[tuple[int | None, Any]], torch.cuda.Event | None]:
-        """nbytes: that `begin` sends."""
+        """Calls `begin`, which sends `nbytes` bytes, and returns its works and the event of a capture."""
         self.bytes_sent += nbytes
         progress = opened.progress
         try:
@@ -174,7 +198,7 @@ class Rails:
         return [(node, work) for work in works], captured
 
     def wait(self, under_way: UnderWay) -> None:
-        """Waits until those have arrived: on GPUs the caller's stream does, else the host, with a deadline."""
+        """Waits for the messages. On GPUs the caller's stream waits, on CPUs the host, with a deadline."""
         self._waiting = True  # before the look for an abort, which interrupts those that wait
         try:
             with self._range(self._step("wait", under_way.what)) if self._range else NOTHING:
@@ -201,27 +225,30 @@ class Rails:
 
     @property
     def captures(self) -> bool:
-        """Whether a CUDA graph can capture what crosses."""
+        """Returns whether a CUDA graph can capture messages of this rail."""
         return self._rail is not None and self._rail.captures
 
     def settle(self) -> None:
-        """On GPUs: orders the caller's stream after all that has begun, so that its memory may be used again."""
+        """Orders the caller's stream after all messages that have begun, so that it may use their memory again.
+
+        On CPUs this does nothing.
+        """
         progress = None if self._rail is None else self._rail.progress
         if progress is not None:
             progress.settle()
 
     def record(self, *tensors: torch.Tensor | None) -> None:
-        """On GPUs: keeps the freed memory of `tensors` unused until all that has begun is over."""
+        """Keeps the freed memory of `tensors` unused until all messages that have begun are over. GPUs only."""
         progress = None if self._rail is None else self._rail.progress
         if progress is not None:
             progress.record(tensors)
 
     def running(self) -> bool:
-        """On GPUs: whether messages of this communicator cross, or wait for a peer."""
+        """Returns whether messages of this communicator cross, or wait for a peer. False on CPUs."""
         return self._running() is not None
 
     def overdue(self) -> PeerTimeout | None:
-        """On GPUs: the error of messages that are overdue."""
+        """Returns the error of messages that are overdue, None if there are none. None on CPUs."""
         running = self._running()
         # The deadlines of kernels begin later, with this rank's own sender: it waits for what crosses.
         if running is None or running[1] < self._timeout_s - min(0.1 * self._timeout_s, 0.25):
@@ -229,17 +256,17 @@ class Rails:
         return self._lost(RuntimeError("they are overdue"), None, running[0])
 
     def _running(self) -> tuple[str, float] | None:
-        """Which messages of this communicator are crossing, and for how many seconds. Costs no call of CUDA."""
+        """Returns which messages of this communicator are crossing, and for how many seconds. Calls nothing of CUDA."""
         progress = None if self._rail is None else self._rail.progress
         running = None if progress is None else progress.running()
         return None if running is None or running[0] is not self._owner else running[1:]
 
     def close(self) -> None:
-        """Not collective. Peers still receive what this rank has sent."""
+        """Gives the rail back. Not collective. Peers still receive what this rank has sent."""
         self._give_back()
 
     def abort(self) -> None:
-        """Ends waits for a rank that is gone, also those of another thread. Nothing begins after it."""
+        """Ends waits for a rank that is gone, also waits of another thread. No message begins afterwards."""
         self._aborted = True
         opened = self._rail
         if opened is None:
@@ -258,12 +285,15 @@ class Rails:
         return tuple(job[rank] for rank in self._ranks), self._device, backends_of(self._group)[self._device.type]
 
     def _tag(self, nbytes: int) -> int:
-        """Messages meet only those of the same communicator and size: gloo ends a process that gets a longer message
-        than it expects, and takes a shorter one for whole. NCCL knows no tags."""
+        """Returns the tag of messages of this size.
+
+        A message meets only messages of the same communicator and size: gloo ends a process that gets a longer message
+        than it expects, and takes a shorter one for whole. NCCL knows no tags.
+        """
         return zlib.crc32(f"ep_plugin {self._name} {nbytes}".encode()) >> 1
 
     def _step(self, step: str, what: str) -> str:
-        """The name of a range."""
+        """Returns the name of a range."""
         return f"rail of communicator {self._name}: {step}{what and f' ({what})'}"
 
     def _opened(self) -> Rail | GroupRail:
@@ -278,7 +308,10 @@ class Rails:
             rail.release(opened, self)
 
     def _lost(self, error: RuntimeError, node: int | None = None, what: str = "") -> PeerTimeout:
-        """The error of a work for `node`. Its rank is a guess: a backend raises one kind of error for all failures."""
+        """Returns the error of a work for `node`.
+
+        The rank that it names is a guess, since a backend raises one kind of error for all failures.
+        """
         if self._rail is not None:
             rail.drop(self._rail)
         others = [self._ranks[other] for other in ([node] if node is not None else self.nodes)]

@@ -1,4 +1,4 @@
-"""PyTorch FSDP2: its all-gathers and reduce-scatters through ep_plugin, set by one call after ``fully_shard``.
+"""Runs the all-gathers and reduce-scatters of PyTorch's FSDP2 through ep_plugin, by one call after ``fully_shard``.
 
     from ep_plugin.integrations import fsdp2
 
@@ -11,8 +11,9 @@
 every module that is sharded later.
 
 Left to PyTorch's own collectives
-    Sums of dtypes that ours does not add on a device. On GPUs also gathers of 64 MiB and more whose size no other
-    parameter group of the model shares, mostly the embedding and the head in the root (adapters.py says why).
+    ep_plugin leaves sums of dtypes that it does not add on a device, and gathers of parameters that wrap other tensors
+    and have no ``fsdp_pre_all_gather``. On GPUs it also leaves gathers of 64 MiB and more whose size no other parameter
+    group of the model shares. These are mostly the embedding and the head in the root (adapters.py says why).
 Reuse of memory
     FSDP2 drops its last reference to a gathered buffer only after its all-gather streams wait for the copy out of that
     buffer. The plugin uses the buffer again when no rank of the node has a tensor in it, and a rank writes to a peer's
@@ -20,8 +21,8 @@ Reuse of memory
     gathered ahead in any way. Inputs and outputs of a reduce-scatter belong to FSDP2. Gradients are views of the
     output, at offsets from its storage's start, until the optimizer drops them.
 Agreement between ranks
-    All ranks make the same calls in one order. These alone decide which objects are made and closed, and which buffers
-    are mapped. The garbage collector does not.
+    All ranks make the same calls in one order. Only these calls decide which objects are made and closed, and which
+    buffers are mapped. The garbage collector decides nothing.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""FSDP2's two communication interfaces, served by the collectives of ep_plugin. One adapter per parameter group.
+"""Implements FSDP2's two communication interfaces with ep_plugin's collectives, by one adapter per parameter group.
 
 A parameter group gathers over its shard group, and in backward, with ``reshard_after_forward=int``, over a smaller one:
 FSDP2 names the group in the call but not in ``allocate``, so the adapter asks its parameter group. All parameter groups
@@ -7,9 +7,10 @@ under one root share its ``comm_ctx`` from the first forward on: it stands for t
 With ``reshard_after_forward=int`` every FSDP module brings a process group of its own over the same ranks. Adapters of
 one model share one pair of collectives for them (pairs.py).
 
-Sizes are remembered for each model and go with it. But ranks collect garbage at different times. So nothing that ranks
-must do alike, such as mapping a buffer or closing a pair, may depend on whether a dropped model is gone yet: sizes are
-compared within one model, and a pair stays open until every adapter that has used it has left, dropped ones included.
+Sizes are remembered for each model and go with it. But ranks collect garbage at different times. So mapping a buffer,
+closing a pair and everything else that ranks must do alike may not depend on whether a dropped model is gone yet: sizes
+are compared within one model, and a pair stays open until every adapter that has used it has left, also the adapters of
+dropped models.
 """
 
 from __future__ import annotations
@@ -32,11 +33,14 @@ from ep_plugin.runtime.tensors import PLAIN
 
 
 class Adapter(PairUser):
-    """Serves one parameter group in place of ``replaced``. That still serves the calls left to it, and makes the memory
-    that peers need not map. ``launches`` counts the other calls."""
+    """Serves one parameter group in place of ``replaced``.
+
+    ``replaced`` still serves the calls that are left to it, and makes the memory that peers need not map. ``launches``
+    counts the calls that this adapter serves.
+    """
 
     collective: str
-    """The attribute of a Pair that serves."""
+    """The name of the attribute of a Pair that serves the calls."""
 
     def __init__(self, parameter_group: Any, replaced: Any) -> None:
         super().__init__("fsdp2")
@@ -57,20 +61,25 @@ class Adapter(PairUser):
             return getattr(pair, self.collective)(output_tensor, input_tensor, **options)
 
     def _is_served(self, pair: Pair) -> bool:
-        """Whether ours serves the group. The first call is collective, and may raise NotSupported (fallback.py)."""
+        """Returns whether ep_plugin serves the group.
+
+        The first call is collective, and may raise NotSupported (fallback.py).
+        """
         error = pair.refused(self.collective)
         if error is not None and not falls_back("fsdp2", error):
             raise copy.copy(error)  # a raised one would keep its callers' tensors
         return error is None
 
     def _is_ours(self, pair: Pair, output: torch.Tensor) -> bool:
-        """Whether ours serves this call; the same on all ranks, as sizes and memory are."""
+        """Returns whether ep_plugin serves this call. All ranks return the same, as sizes and memory are the same."""
         raise NotImplementedError
 
     def _allocate(
         self, group: dist.ProcessGroup, size: Sequence[int | torch.SymInt], dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        """Memory that peers map if another adapter of this kind in the model asks for about as much, else any other.
+        """Returns memory that peers map if another adapter of this kind in the model asks for about as much.
+
+        Otherwise it returns any other memory.
 
         Mapped memory is kept from step to step, two buffers of each size, which layers of one size use in turn. For a
         size that one module alone needs, such as a large embedding's, it would raise the peak by as much again. Any
@@ -126,7 +135,7 @@ class PluginReduceScatter(Adapter, ReduceScatter):  # type: ignore[misc]
 
 
 def _is_memory(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's values are its memory.
+    """Returns whether a tensor's values are its memory.
 
     A class with operators of its own, such as one that wraps two tensors, has its values elsewhere. FSDP2 passes
     tensors of the class of a parameter that has no ``fsdp_pre_all_gather``. The class is the same on all ranks.

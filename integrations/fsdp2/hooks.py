@@ -30,7 +30,7 @@ _later = (False, False)  # which of ADAPTERS serve modules that are sharded from
 
 @dataclass(frozen=True, kw_only=True)
 class Launches:
-    """What ran through ep_plugin since it was enabled, over all parameter groups of a model."""
+    """Counts what ran through ep_plugin since it was enabled, over all parameter groups of a model."""
 
     parameter_groups: int
     all_gathers: int
@@ -96,7 +96,7 @@ def disable(model: torch.nn.Module | None = None) -> None:
 
 
 def launches(model: torch.nn.Module) -> Launches:
-    """Counts of what ran through ep_plugin: the way to see that it is on. Raises as `enable` does."""
+    """Returns counts of what ran through ep_plugin, by which you see that it is on. Raises as `enable` does."""
     groups = [group for group in groups_of(model) if _has_places(group)]
     serving = [comm for group in groups for name in ADAPTERS if isinstance(comm := getattr(group, name), Adapter)]
     return Launches(
@@ -107,7 +107,7 @@ def launches(model: torch.nn.Module) -> Launches:
 
 
 def _serving(init: Callable[..., None]) -> Callable[..., None]:
-    """FSDP2's constructor of a parameter group, which then is served."""
+    """Returns FSDP2's constructor of a parameter group, extended to serve the group that it makes."""
 
     @functools.wraps(init)
     def init_and_serve(group: Any, *args: Any, **kwargs: Any) -> None:
@@ -142,7 +142,7 @@ def _serve(group: Any, *wanted: bool) -> None:
 
 
 def _set_unless_served(group: Any, setter: str, *args: Any) -> None:
-    """In place of FSDP2's setters of other collectives, which refuse a group that is served, but do not say by whom."""
+    """Replaces FSDP2's setters of other collectives, which refuse a group that is served without saying by whom."""
     if any(isinstance(getattr(group, name), Adapter) for name in ADAPTERS):
         raise NotSupported(
             f"{setter}_for_comm: expected collectives of PyTorch, got those of ep_plugin: call "
@@ -152,7 +152,10 @@ def _set_unless_served(group: Any, setter: str, *args: Any) -> None:
 
 
 def groups_of(model: torch.nn.Module) -> list[Any]:
-    """FSDP2's sharded parameter groups of all modules of ``model``, each once. Raises ValueError as `enable` does."""
+    """Returns FSDP2's sharded parameter groups of all modules of ``model``, each once.
+
+    Raises ValueError as `enable` does.
+    """
     if not isinstance(model, torch.nn.Module):
         raise ValueError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
     modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
@@ -163,7 +166,7 @@ def groups_of(model: torch.nn.Module) -> list[Any]:
 
 
 def _groups_of_module(module: FSDPModule) -> Iterator[Any]:
-    """The sharded parameter groups of one FSDP module: at most one in PyTorch 2.11, any number from 2.12 on.
+    """Yields the sharded parameter groups of one FSDP module: at most one in PyTorch 2.11, any number from 2.12 on.
 
     A module that only replicates its parameters has nothing to gather.
     """
@@ -175,10 +178,13 @@ def _groups_of_module(module: FSDPModule) -> Iterator[Any]:
 
 
 def _has_process_groups(group: Any) -> bool:
-    """Whether our adapters may serve a parameter group, which leave to PyTorch what they do not serve.
+    """Returns whether our adapters may serve a parameter group. They leave to PyTorch what they do not serve.
 
-    False if its ranks are threads and PyTorch's own collectives are to serve (fallback.py). NotSupported for threads
-    and other groups that nobody is to serve. Called before anything is changed; collective over each process group.
+    It is called before anything is changed, and is collective over each process group. It returns False if the ranks
+    are threads and PyTorch's own collectives are to serve them (fallback.py).
+
+    Raises:
+        NotSupported: the group is not served, and PyTorch's own collectives are not to serve it.
     """
     for mesh_info in (group.mesh_info, group.post_forward_mesh_info):  # the latter: reshard_after_forward=int
         if isinstance(mesh_info, FSDPMeshInfo) and mesh_info.shard_mesh_size > 1:
@@ -191,7 +197,11 @@ def _has_process_groups(group: Any) -> bool:
 
 
 def _has_places(group: Any) -> bool:
-    """Whether FSDP2 has the attributes for our collectives. If not, NotSupported, unless PyTorch's own are to serve."""
+    """Returns whether FSDP2 has the attributes for our collectives.
+
+    Raises:
+        NotSupported: it has not, and PyTorch's own collectives are not to serve the group.
+    """
     missing = next((name for name in (*ADAPTERS, "comm_ctx") if not hasattr(group, name)), None)
     return missing is None or _unless_left(
         NotSupported(
