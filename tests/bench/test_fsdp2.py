@@ -22,6 +22,7 @@ from ep_plugin.bench.suites.fsdp2 import (
 )
 
 
+@pytest.mark.slow
 def test_a_step_through_each_arm() -> None:
     found = Fsdp2Suite(backend="cpu", ranks=2, layers=3, tokens=8, compared=2, iterations=1, unit=2).run()
     assert [row["impl"] for row in found["rows"]] == [STOCK, GATHER, BOTH, NONE]

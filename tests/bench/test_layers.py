@@ -19,6 +19,7 @@ from tests.integrations.on_cpus import make_megatron_run_here
 from tests.ranks import run_ranks, values
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("framework", "ranks", "parts", "experts"),
     [

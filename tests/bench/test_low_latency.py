@@ -182,6 +182,7 @@ def said() -> list[dict[str, list[str]]]:
     return values(run_ranks(RANKS, _said))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_results_are_not_timed(said: list[dict[str, list[str]]], name: str) -> None:
     """The implementation is found wrong on every rank, and no other one is."""

@@ -44,6 +44,7 @@ def test_without_the_variable_hardly_anything_is_loaded() -> None:
     assert run(code).stdout.strip() == str(loaded)
 
 
+@pytest.mark.slow
 def test_without_the_variable_it_costs_a_few_milliseconds_at_most(tmp_path: Path) -> None:
     code = f"""
 import importlib.metadata, sys, time
@@ -133,6 +134,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("variables", "off"),
     [

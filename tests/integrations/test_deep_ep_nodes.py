@@ -158,6 +158,7 @@ def _from_fp8(rows: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
     return (rows.float().unflatten(1, (-1, 128)) * factors[:, :, None]).flatten(1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("num_nodes", "topk_nodes"), [(2, 2), (2, 1), (3, 2)])
 def test_what_deep_ep_itself_checks_of_several_nodes(num_nodes: int, topk_nodes: int) -> None:
     on_nodes(num_nodes, 2, _as_deep_ep_checks, num_nodes, topk_nodes)

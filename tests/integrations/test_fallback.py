@@ -90,6 +90,7 @@ def test_a_layer_of_megatron_is_as_with_its_all_to_all() -> None:
         _check_said(rank, said, "megatron")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "why"),
     [
@@ -151,6 +152,7 @@ def _pipeline(rank: int) -> dict[str, Any]:
     return {"equal": [torch.equal(one, other) for one, other in pairs]}
 
 
+@pytest.mark.slow
 def test_a_pipeline_is_as_with_messages_of_pytorch() -> None:
     for rank, (found, said, counts) in enumerate(values(run_ranks(SIZE, _on_unequal_nodes, _pipeline))):
         assert all(found["equal"]) and counts["pipelining"][0] == 0 < counts["pipelining"][1]

@@ -76,12 +76,14 @@ def test_a_step_is_that_of_the_built_in_exchange(results: list[dict[str, Any]], 
     assert name not in MOST_USED or "with FSDP" not in results[0][name], results[0][name]
 
 
+@pytest.mark.slow
 def test_transformers_refuses_a_family_without_a_plan(results: list[dict[str, Any]]) -> None:
     assert not families()["llama4"]
     for found in results:
         assert re.match("ValueError: `ep_size=2` was requested, but .* has no `ep_plan`", found["llama4"]["with FSDP"])
 
 
+@pytest.mark.slow
 def test_the_table_lists_every_family(results: list[dict[str, Any]]) -> None:
     present = PAGE.read_text().partition(BEGIN)[2].partition(END)[0]
     if f"transformers {transformers.__version__} |" not in present:

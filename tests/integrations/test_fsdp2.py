@@ -36,18 +36,21 @@ def results() -> Callable[[], list[dict[str, dict]]]:
     return functools.cache(lambda: values(run_ranks(WORLD, _run_cases, timeout_s=280)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", cases.CASES)
 def test_gathering_through_us_changes_no_bit(results, name: str) -> None:
     for rank in results():
         assert rank[name]["all_gather only"] == {"losses": 0.0, "parameters": 0.0}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", cases.CASES)
 def test_reducing_through_us_changes_the_last_bits_only(results, name: str) -> None:
     for rank in results():
         assert rank[name]["both"]["losses"] <= cases.CASES[name].limit
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", cases.CASES)
 def test_every_collective_went_through_us(results, name: str) -> None:
     for rank in results():

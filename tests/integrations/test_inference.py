@@ -327,6 +327,7 @@ def test_refusals(found: list[dict[str, Any]], name: str, message: str) -> None:
             raise ValueError(said[name])
 
 
+@pytest.mark.slow
 def test_groups_over_nodes_are_refused_before_a_forward(checkpoints: Path) -> None:
     env = {"EP_PLUGIN_RANKS_PER_NODE": "1"}
     for outcome in run_ranks(2, _over_nodes, checkpoints, env=env, timeout_s=240, framework="transformers"):
@@ -340,6 +341,7 @@ def _over_nodes(rank: int, folder: Path) -> None:
         raise AssertionError("entered")
 
 
+@pytest.mark.slow
 def test_groups_over_nodes_fall_back_where_that_is_asked_for(checkpoints: Path) -> None:
     env = {"EP_PLUGIN_RANKS_PER_NODE": "1", "EP_PLUGIN_FALLBACK": "stock"}
     outcomes = run_ranks(2, _falls_back, checkpoints, env=env, timeout_s=240, framework="transformers")

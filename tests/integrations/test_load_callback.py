@@ -44,6 +44,7 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     return out
 
 
+@pytest.mark.slow
 def test_the_log_has_what_the_routers_chose(run: Path, request: pytest.FixtureRequest) -> None:
     found = json.loads((run / "found.json").read_text())
     chosen = torch.tensor(found["chosen"]).double()  # [ranks, logs, layers, experts]
@@ -62,12 +63,14 @@ def test_the_log_has_what_the_routers_chose(run: Path, request: pytest.FixtureRe
         assert log["moe/link_gb"] > 0 and log["moe/longest_wait_s"] >= 0
 
 
+@pytest.mark.slow
 def test_the_loss_is_logged_as_without_it(run: Path) -> None:
     found = json.loads((run / "found.json").read_text())
     assert [entry["step"] for entry in found["steps"] if "loss" in entry] == [2, 4]
     assert sum("loss" in entry for entry in found["logged"]) == 2
 
 
+@pytest.mark.slow
 def test_the_files_have_the_whole_run(run: Path) -> None:
     layers = torch.tensor(json.loads((run / "found.json").read_text())["chosen"]).sum(1)  # [ranks, layers, experts]
     chosen = layers.sum(1)
@@ -114,6 +117,7 @@ def test_layers_that_only_some_ranks_have() -> None:
     assert metrics_of([stats(0, nothing)], [stats(1, nothing)]) == {}
 
 
+@pytest.mark.slow
 def test_epochs_are_logged_without_what_was_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
     from ep_plugin.integrations.transformers import LoadCallback, load
 

@@ -57,12 +57,14 @@ def results() -> Callable[[], list[dict[str, Any]]]:
     return functools.cache(lambda: values(run_ranks(WORLD, _run_rank, timeout_s=240, framework="megatron")))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SERVED_GRAPHS)
 def test_graphs_of_parts_are_served(results, name: str) -> None:
     for found in results():
         assert found["served graphs"][name] == "EpPluginTokenDispatcher"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", REFUSED)
 def test_graphs_of_whole_layers_are_refused(results, name: str) -> None:
     for found in results():
@@ -70,6 +72,7 @@ def test_graphs_of_whole_layers_are_refused(results, name: str) -> None:
             raise found["refused"][name]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parts", [["moe_router"], ["moe_router", "moe_preprocess"]], ids="+".join)
 @pytest.mark.parametrize("overlapped", OVERLAPPED)
 def test_a_layer_goes_on_where_the_graph_of_its_router_ends(results, parts: list[str], overlapped: bool) -> None:
@@ -77,6 +80,7 @@ def test_a_layer_goes_on_where_the_graph_of_its_router_ends(results, parts: list
         assert found["resumed"]["+".join(parts), overlapped] <= LIMIT
 
 
+@pytest.mark.slow
 def test_a_layer_in_three_steps_is_as_in_one(results) -> None:
     for found in results():
         assert found["in steps"] <= LIMIT

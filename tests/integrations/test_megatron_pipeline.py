@@ -161,6 +161,7 @@ def _compares(rank: int, size: int, names: list[str]) -> dict[str, tuple[int, in
     return compared
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "names"),
     [

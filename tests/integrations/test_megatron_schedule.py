@@ -22,6 +22,7 @@ from tests.integrations.megatron_layers import initialise
 WORLD, LIMIT = 2, 1e-3  # the same bits where tried
 
 
+@pytest.mark.slow
 def test_micro_batches_overlapped_are_as_in_turn_with_alltoall() -> None:
     for rank, found in enumerate(values(run_ranks(WORLD, _run_rank, timeout_s=200, framework="megatron"))):
         assert found.keys() == megatron_schedule.ARMS.keys()

@@ -300,6 +300,7 @@ def test_a_torchtitan_script_over_unequal_nodes_trains_through_its_own_exchange(
 # -- DeepEP ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_callers_of_deep_ep_train_as_dense_experts_do(tmp_path: Path) -> None:
     hooks.enable(["deep_ep"])
     from tests.integrations.scripts import train_deep_ep as script

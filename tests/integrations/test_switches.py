@@ -53,6 +53,7 @@ PLACES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PLACES)
 def test_disable_restores_the_very_objects(name: str, tmp_path: Path) -> None:
     package, imports, places = PLACES[name]

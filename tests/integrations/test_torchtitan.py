@@ -33,6 +33,7 @@ def results() -> Callable[[], list[dict[str, Any]]]:
     return functools.cache(lambda: values(run_ranks(WORLD, _run_rank, timeout_s=200)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tokens", TOKENS, ids=["even", "ragged"])
 def test_dispatch_and_combine_match_the_all_to_all(results, tokens: tuple[int, ...]) -> None:
     for rank, found in enumerate(results()):
@@ -49,6 +50,7 @@ def test_they_match_over_two_nodes() -> None:
         assert max(found["experts"].values()) <= LIMIT
 
 
+@pytest.mark.slow
 def test_the_routed_experts_of_the_debug_model_match(results) -> None:
     for rank, found in enumerate(results()):
         difference = found["experts"]
@@ -56,11 +58,13 @@ def test_the_routed_experts_of_the_debug_model_match(results) -> None:
         assert max(difference.values()) <= LIMIT, f"rank {rank}: {difference}"
 
 
+@pytest.mark.slow
 def test_quantised_experts_get_padded_groups(results) -> None:
     for found in results():
         assert found["padded"] == {"copied": True, "nodes": 1, "counts": True, "sum": True, "out": True}
 
 
+@pytest.mark.slow
 def test_each_layer_has_its_own_load(results) -> None:
     found = [rank["layers"] for rank in results()]
     assert all(layers.keys() == found[0].keys() for layers in found)
@@ -111,6 +115,7 @@ print(json.dumps([names, experts.token_dispatcher.pad_multiple, states]))
     assert pad == 16 and states["torchtitan"] == "ready"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -156,6 +161,7 @@ from torchtitan.models.qwen3 import model_registry
     assert last.endswith("leave torchtitan out of EP_PLUGIN and ep_plugin out of the overrides")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variables", EVERYWHERE, ids=["by default", "also in fallback"])
 def test_the_experimental_graph_trainer_is_refused_by_name(tmp_path: Path, variables: dict[str, str]) -> None:
     code = """

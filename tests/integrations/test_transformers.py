@@ -73,7 +73,11 @@ CASES = {
         "ep4-tp2-skewed": Case(ep=4, fsdp=2, tp=2, seq_lens=(5, 5), checkpoint="skewed", limit=SKEWED),
     },
 }
-NAMED = [(world, name) for world, cases in CASES.items() for name in cases]
+NAMED = [
+    pytest.param(world, name, id=name, marks=[pytest.mark.slow] if world > 2 else [])
+    for world, cases in CASES.items()
+    for name in cases
+]
 LIMITS = {torch.float32: 2e-5, torch.bfloat16: 3e-2}
 
 
@@ -98,19 +102,19 @@ def run_world(checkpoints: Path) -> Callable[[int], list[dict[str, dict]]]:
     )
 
 
-@pytest.mark.parametrize(("world", "name"), NAMED, ids=[name for _, name in NAMED])
+@pytest.mark.parametrize(("world", "name"), NAMED)
 def test_matches_the_built_in_exchange(run_world, world: int, name: str) -> None:
     for rank, results in enumerate(run_world(world)):
         _check_difference(CASES[world][name], rank, results[name]["difference"])
 
 
-@pytest.mark.parametrize(("world", "name"), NAMED, ids=[name for _, name in NAMED])
+@pytest.mark.parametrize(("world", "name"), NAMED)
 def test_every_layer_went_through_the_communicator(run_world, world: int, name: str) -> None:
     for results in run_world(world):
         assert results[name]["calls"] == {"dispatch": LAYERS, "combine": LAYERS}
 
 
-@pytest.mark.parametrize(("world", "name"), NAMED, ids=[name for _, name in NAMED])
+@pytest.mark.parametrize(("world", "name"), NAMED)
 def test_nothing_is_sorted(run_world, world: int, name: str) -> None:
     for results in run_world(world):
         assert results[name]["sorts"]["ep_plugin"] == 0
@@ -128,6 +132,7 @@ def test_a_group_over_two_nodes_matches_the_built_in_exchange(checkpoints: Path)
             assert found["rail_bytes"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["ep4-skewed", "ep4-tp2-skewed"])
 def test_skewed_routing_leaves_ranks_without_rows(run_world, name: str) -> None:
     rows = [results[name]["rows"] for results in run_world(4)]
@@ -135,6 +140,7 @@ def test_skewed_routing_leaves_ranks_without_rows(run_world, name: str) -> None:
     assert rows[1:] == [[0] * LAYERS] * 3
 
 
+@pytest.mark.slow
 def test_the_layers_share_a_communicator(run_world) -> None:
     for results in run_world(4):
         assert results["ep4"]["communicators"] == 1

@@ -24,6 +24,7 @@ def test_layouts_types_and_empty_ranks() -> None:
     assert values(_run(over_nodes.grid, over_nodes.GRID)) == [over_nodes.GRID] * SIZE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", over_nodes.CASES)
 def test_case(name: str) -> None:
     assert values(_run(over_nodes.cases, [name])) == [[name]] * SIZE
