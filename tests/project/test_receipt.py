@@ -118,7 +118,7 @@ def _end(monkeypatch: pytest.MonkeyPatch, *args: str, status: int = 0, **options
     """Ends a run of pytest with these arguments and options. Returns the part and the counts that it has noted."""
     noted = []
     monkeypatch.setattr(receipt, "record", lambda seconds, counts, part: noted.append((part, counts)))
-    chosen = SimpleNamespace(**{"keyword": "", "markexpr": "gpu", "also_passed": False} | options)
+    chosen = SimpleNamespace(**{"keyword": "", "markexpr": "gpu"} | options)
     ran, of_the_cpu = SimpleNamespace(keywords={"gpu": 1}), SimpleNamespace(keywords={})
     file = pytest.CollectReport("tests/gpu/test_torchtitan.py", "skipped", None, [])
     reporter = SimpleNamespace(stats={"passed": [ran, of_the_cpu], "skipped": [ran, file]})
