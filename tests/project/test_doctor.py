@@ -453,6 +453,7 @@ def test_a_rank_that_does_not_come_is_named() -> None:
     assert exit_status == 1 and time.monotonic() - began < 60
 
 
+@pytest.mark.slow
 def test_a_network_device_that_is_not_there() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "ep_plugin.doctor", "--json"],
@@ -487,6 +488,7 @@ def test_a_wrong_option_ends_with_status_2(option: list[str]) -> None:
     assert ended.value.code == 2
 
 
+@pytest.mark.slow
 def test_under_torchrun_rank_0_prints_once() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "ep_plugin.doctor", "--json"],
