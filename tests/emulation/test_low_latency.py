@@ -110,6 +110,7 @@ def test_ranks_run_operations_in_different_forms() -> None:
     _on_ranks(3, _forms, 8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 5])
 def test_routings(size: int) -> None:
     _on_ranks(size, low_latency.run_case, "routings")
@@ -120,6 +121,7 @@ def test_load_statistics() -> None:
     _on_ranks(4, statistics._low_latency)
 
 
+@pytest.mark.slow
 def test_half_precision() -> None:
     _on_ranks(2, low_latency.half_precision)
 

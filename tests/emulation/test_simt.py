@@ -109,7 +109,8 @@ def _rounds(rank: int, size: int, names: Sequence[str], settings: dict[str, int]
     return done
 
 
-@pytest.mark.parametrize("size", [1, *(pytest.param(size, marks=pytest.mark.slow) for size in (2, 3, 5))])
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
 def test_cases(size: int) -> None:
     names = list(CASES) if size <= 2 else ["token_major", "aligned", "empty_ranks", "pieces"]
     assert len(_on_ranks(size, _rounds, names, {})[0]) >= len(names) - 1

@@ -88,6 +88,7 @@ def _run_case(case: cases.Case) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_switching_it_on_and_off_between_steps() -> None:
     for ours, stock in values(run_ranks(2, _switch_between_steps)):
         assert ours["losses"] == stock["losses"]
@@ -250,6 +251,7 @@ def _measure_memory(rank: int, name: str) -> dict[str, int]:
     return {**peaks, "layer": layer, "gathered": gathered, "reduced": reduced}
 
 
+@pytest.mark.slow
 def test_what_is_remembered_of_a_model_goes_with_it() -> None:
     """Twenty models after one another, dropped without `disable`, on ranks that collect garbage when they like."""
     first, second = values(run_ranks(2, _many_models, 20, timeout_s=200))

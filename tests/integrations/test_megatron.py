@@ -182,6 +182,7 @@ for name, change in {changes!r}.items():
     return dict(json.loads(line) for line in done.stdout.splitlines() if line.startswith("["))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OTHER_MEGATRONS)
 def test_another_megatron_is_refused_when_a_script_switches_it_on_itself(refusals: dict[str, str], name: str) -> None:
     assert refusals[name].startswith(f"NotSupported: {OTHER_MEGATRONS[name][1]}")
