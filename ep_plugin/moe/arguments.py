@@ -1,4 +1,4 @@
-"""Arguments are checked here, before anything is launched: a ValueError with the expected and the actual value."""
+"""Checks of arguments, before anything is launched. They raise ValueError with the expected and the actual value."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MOST_ROWS = 2**31 - 1  # kernels number them in 32 bits
 
 
 def check_group(exchange: Exchange, config: MoECommunicatorConfig, device: torch.device) -> None:
-    """Refuses a group that cannot be served, or whose ranks do not agree. Collective; nothing is allocated before."""
+    """Refuses a group that cannot be served, or whose ranks do not agree. Collective. Call it before allocating."""
     transport_for(device)
     exchange.agree("the communicator", f"{config.describe()}, device={device.type}")
     if config.num_experts % exchange.size:
@@ -27,7 +27,8 @@ def check_group(exchange: Exchange, config: MoECommunicatorConfig, device: torch
 
 
 def as_weights(name: str, weights: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor | None:
-    """`weights` as they travel beside `rows`: contiguous, float32 or float64. ValueError when they are no floats."""
+    """Returns `weights` as they travel beside `rows`: contiguous, float32 or float64. ValueError if they are no
+    floats."""
     if weights is None:
         return None
     if type(weights) not in PLAIN:
@@ -45,10 +46,10 @@ def as_weights(name: str, weights: torch.Tensor | None, rows: torch.Tensor) -> t
 
 
 def bulk_ready(name: str, rows: torch.Tensor) -> torch.Tensor:
-    """`rows`, or on CUDA a copy of rows that do not begin, or do not follow each other, at multiples of 16 bytes."""
+    """Returns `rows`; on CUDA, returns a copy if a row does not begin at a multiple of 16 bytes."""
     if not rows.is_cuda or rows.dim() != 2:
         return rows
-    check_memory(name, rows)  # before its address is taken, and what lies there read
+    check_memory(name, rows)  # before its address is taken and its memory is read
     apart = rows.stride(0) * rows.element_size() if rows.shape[0] > 1 else 0
     return (
         rows.clone(memory_format=torch.contiguous_format) if (rows.data_ptr() | apart) % ROW_ALIGNMENT_BYTES else rows
@@ -56,12 +57,12 @@ def bulk_ready(name: str, rows: torch.Tensor) -> torch.Tensor:
 
 
 def address(tensor: torch.Tensor | None) -> int:
-    """Where kernels find a tensor; 0: there is none."""
+    """Returns the address that kernels take for `tensor`; 0 for None."""
     return 0 if tensor is None else tensor.data_ptr()
 
 
 def check_tensors(optional: dict[str, object] | None = None, /, **given: object) -> None:
-    """Each is a tensor that torch can pass to an operator, and each of the `optional` too, or None."""
+    """Raises ValueError unless each argument is a tensor that torch can pass to an operator. `optional` may be None."""
     if optional is not None:
         check_tensors(**{name: value for name, value in optional.items() if value is not None})
     for name, value in given.items():
@@ -74,7 +75,7 @@ def check_tensors(optional: dict[str, object] | None = None, /, **given: object)
 
 
 def check_quantize(x: torch.Tensor, quantize: str | None, mode: str = "ht") -> None:
-    """That `quantize` is known in this mode, and that nobody expects gradients of what it rounds."""
+    """Raises ValueError if `quantize` is unknown in this mode, or if `x` requires gradients and would be rounded."""
     if quantize is None:
         return
     known = QUANTIZED_BY_MODE[mode]
@@ -88,14 +89,14 @@ def check_quantize(x: torch.Tensor, quantize: str | None, mode: str = "ht") -> N
 
 
 def check_devices(engine: Engine, **tensors: torch.Tensor | None) -> None:
-    """All are on the communicator's device. Serves fakes too, which have no memory."""
+    """Raises ValueError unless all tensors are on the communicator's device. Also takes fakes, which have no memory."""
     for name, tensor in tensors.items():
         if tensor is not None:
             _check_device(engine, name, tensor)
 
 
 def check_dispatch(engine: Engine, call: DispatchCall) -> None:
-    """x [T,H] of a known dtype, topk_ids [T,K], weights [T,K], scales [T,S], all here and matching."""
+    """Checks x [T,H] of a known dtype, topk_ids [T,K], weights [T,K] and scales [T,S]: shapes, dtypes and devices."""
     x, ids = call.x, call.topk_ids
     dtype = x.dtype if call.quantize is None else QUANTIZED[call.quantize]
     _check_rows(engine, "x", x, dtype)
@@ -135,7 +136,7 @@ def check_dispatch(engine: Engine, call: DispatchCall) -> None:
 
 
 def check_capture(engine: Engine, call: DispatchCall) -> None:
-    """In the capture of a CUDA graph, the host knows the output's rows by itself."""
+    """Refuses the capture of a CUDA graph in which the host would have to wait for the number of output rows."""
     if call.capacity is None and call.previous is None and engine.streams.capturing():
         raise ValueError(
             "capacity: expected a number of rows while a CUDA graph is captured, since the host cannot wait, got None"
@@ -150,8 +151,10 @@ def check_combine(
     extra: torch.Tensor | None,
     routing: Routing,
 ) -> None:
-    """ValueError unless y is [N,H] of a summable dtype, weights and extra are as dispatch returned them, and bias is
-    [T,H] of y's dtype or, in mode="ht", of the sums' dtype."""
+    """Checks y [N,H] of a summable dtype, weights and extra as dispatch returned them, and bias [T,H].
+
+    bias has y's dtype or, in mode="ht", the dtype of the sums.
+    """
     _check_rows(engine, "y", y, y.dtype)
     if y.dtype not in ELEMENTS or (y.dtype is torch.float64 and engine.device.type == "cuda"):
         known = ", ".join(str(dtype) for dtype in ELEMENTS if engine.device.type == "cpu" or dtype is not torch.float64)
@@ -178,7 +181,7 @@ def check_combine(
 
 
 def rows_of(engine: Engine, routing: Routing) -> int:
-    """Rows of the output that a handle's dispatch returned."""
+    """Returns the number of rows in the output of a handle's dispatch."""
     totals = routing.totals
     if is_bounded(routing):
         return totals[0]
@@ -186,12 +189,13 @@ def rows_of(engine: Engine, routing: Routing) -> int:
 
 
 def is_bounded(routing: Routing) -> bool:
-    """Whether its dispatch had a capacity, which then is all that the host knows of its totals."""
+    """Whether the dispatch of `routing` had a capacity. The host then knows the capacity and no other total."""
     return len(routing.totals) == 1
 
 
 def check_handle_tensors(engine: Engine, name: str, handle: DispatchHandle, num_totals: int) -> None:
-    """A handle's tensors are of the dtypes and on the devices that dispatch made them, and totals of its size."""
+    """Checks that a handle's tensors have the dtypes and devices that dispatch gave them, and that totals has its
+    size."""
     totals = handle.totals
     check_tensors(**{f"{name}.totals": totals})
     check_handle_words(engine, name, topk_ids=handle.topk_ids, plan=handle.plan, recv_rows=handle.recv_rows)
@@ -206,7 +210,7 @@ def check_handle_tensors(engine: Engine, name: str, handle: DispatchHandle, num_
 def check_handle_words(
     engine: Engine, name: str, id_dtypes: tuple[torch.dtype, ...] = (torch.int32,), **words: torch.Tensor
 ) -> None:
-    """The tensors of a handle that kernels read, by field, are as, and where, dispatch made them."""
+    """Checks that the tensors of a handle that kernels read, by field, have the dtype and device of a dispatch."""
     check_tensors(**{f"{name}.{field}": tensor for field, tensor in words.items()})
     if words["topk_ids"].dim() != 2:
         raise ValueError(f"{name}.topk_ids: expected 2 dimensions, got shape {tuple(words['topk_ids'].shape)}")
@@ -220,7 +224,7 @@ def check_handle_words(
 
 
 def check_handle_shapes(name: str, handle: DispatchHandle, plan_words: int, slots: int) -> None:
-    """A handle's plan and recv_rows have these sizes."""
+    """Checks that a handle's plan and recv_rows have these sizes."""
     pairs = (handle.plan, (plan_words,)), (handle.recv_rows, (slots, handle.topk_ids.shape[1]))
     for field, (tensor, shape) in zip(("plan", "recv_rows"), pairs, strict=True):
         if tensor.shape != shape:
@@ -228,7 +232,7 @@ def check_handle_shapes(name: str, handle: DispatchHandle, plan_words: int, slot
 
 
 def check_routing(engine: Engine, name: str, routing: DispatchHandle, num_totals: int) -> None:
-    """A handle's tensors are where, and as, dispatch made them: kernels take their addresses."""
+    """Checks that a handle's tensors are as dispatch made them, since kernels take their addresses."""
     check_handle_tensors(engine, name, routing, num_totals)
     T, K = routing.topk_ids.shape
     totals, most = routing.totals, engine.config.max_tokens_per_rank
@@ -300,7 +304,8 @@ def _check_ids(engine: Engine, ids: torch.Tensor, tokens: int) -> None:
 
 
 def check_id_values(engine: Engine, ids: torch.Tensor) -> None:
-    """ids ``[T, K]`` of known experts, none twice for a token: on CPUs, and on GPUs with EP_PLUGIN_CHECK_IDS=1."""
+    """Checks that ids ``[T, K]`` name known experts, none twice for a token. It does so on CPUs, and on GPUs with
+    EP_PLUGIN_CHECK_IDS=1."""
     on_cpu = engine.device.type == "cpu"
     if on_cpu or (env.check_ids() and not engine.streams.capturing()):
         _check_id_values(engine, ids if on_cpu else ids.cpu())

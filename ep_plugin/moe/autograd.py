@@ -25,14 +25,14 @@ from ep_plugin.runtime.streams import current_stream, kernels_for, on_device
 from ep_plugin.runtime.tensors import PLAIN, check_memory, is_lazy
 
 Gradients: TypeAlias = tuple[torch.Tensor | None, ...]
-NUM_TENSORS = 4  # arguments of each operator that may require gradients; the first ones
-_NUM_RESULTS = len(DispatchResult._fields)  # of dispatch, before its handle's tensors
+NUM_TENSORS = 4  # the first arguments of each operator may require gradients; this is their number
+_NUM_RESULTS = len(DispatchResult._fields)  # results of dispatch that precede its handle's tensors
 
 
 def differentiable(save: Callable[..., None], backward: Callable[..., Gradients]) -> Callable[..., Any]:
-    """A function of (compute, *inputs) that returns compute(*inputs) and, where an input requires it, gradients.
+    """Returns a function of (compute, *inputs) that returns compute(*inputs) and records its backward if needed.
 
-    save(ctx, inputs, outputs) follows compute. backward(ctx, *grads) returns the gradients of the first inputs.
+    save(ctx, inputs, outputs) runs after compute. backward(ctx, *grads) returns the gradients of the first inputs.
     """
 
     class Differentiable(torch.autograd.Function):
@@ -63,10 +63,10 @@ def differentiable(save: Callable[..., None], backward: Callable[..., Gradients]
 
 
 def autograd_kernel(op: Any, call: Callable[..., Any]) -> Callable[..., Any]:
-    """The kernel of `op` for torch's Autograd key. call: a function of `differentiable`.
+    """Returns the kernel of `op` for torch's Autograd key. call: a function that `differentiable` made.
 
-    It does the same as the kernel of torch.library.register_autograd (torch 2.11 to 2.13), without that one's search of
-    the schema for defaults at each call, which takes 30 to 50 us.
+    The kernel of torch.library.register_autograd (torch 2.11 to 2.13) does the same, but searches the schema for
+    defaults at each call, which takes 30 to 50 us.
     """
 
     def kernel(keyset: Any, *inputs: Any) -> Any:
@@ -93,7 +93,10 @@ def save_dispatch(ctx: Any, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -
 
 
 def dispatch_backward(combine: Callable[..., Any], ctx: Any, *grads: torch.Tensor | None) -> Gradients:
-    """Gradients of (x, topk_ids, topk_weights): the sums of the rows' gradients, with the weights' as extra values."""
+    """Returns the gradients of (x, topk_ids, topk_weights).
+
+    A combine sums the gradients of the rows. The gradients of the weights travel in it as extra values.
+    """
     grad_tokens, _, grad_weights, *_ = grads
     if not (ctx.x_needs_grad or ctx.weights_need_grad):
         return ()
@@ -110,8 +113,10 @@ def dispatch_backward(combine: Callable[..., Any], ctx: Any, *grads: torch.Tenso
 
 
 def _rows_to_send_back(ctx: Any, grad_tokens: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
-    """The rows' gradients ``[N, H]``, or EXPERT_MAJOR ``[E_l, N, H]``; when only the weights need one, zeros of the
-    smallest width."""
+    """Returns the gradients of the rows, ``[N, H]`` or EXPERT_MAJOR ``[E_l, N, H]``.
+
+    If only the weights need a gradient, returns zeros of the smallest width.
+    """
     if not ctx.x_needs_grad:
         return like.new_zeros((*ctx.rows, 8), dtype=ctx.x_dtype if ctx.x_dtype in ELEMENTS else torch.bfloat16)
     if grad_tokens is None:
@@ -140,7 +145,8 @@ def combine_backward(
     grad_out: torch.Tensor,
     grad_extra: torch.Tensor | None,
 ) -> Gradients:
-    """Gradients of (y, weights, bias, extra): the outputs' gradients, by `dispatch` over the same routing."""
+    """Returns the gradients of (y, weights, bias, extra). `dispatch` sends the outputs' gradients over the same
+    routing."""
     grad_bias = None if ctx.bias_dtype is None else grad_out.to(ctx.bias_dtype)
     if not ctx.rows_need_grad:
         return None, None, grad_bias
@@ -158,7 +164,7 @@ def combine_backward(
         y, weights = rest
         if weights.dim() == 1:
             grad_y, grad_weights = _weighed_back(y, rows, weights)
-        else:  # in TOKEN_MAJOR the weights of experts elsewhere do not count
+        else:  # in TOKEN_MAJOR the weights of experts on other ranks do not count
             here = ids >= 0
             grad_y, of_rows = _weighed_back(y, rows, torch.where(here, weights, 0).sum(dim=1))
             grad_weights = of_rows.unsqueeze(1) * here
@@ -166,8 +172,10 @@ def combine_backward(
 
 
 def _weighed_back(y: torch.Tensor, rows: torch.Tensor, factors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients of `y` ``[N, H]`` and of `factors` ``[N]``, from `rows` ``[N, H]``, the gradients of their products.
-    The first may lie in the memory of `rows`."""
+    """Returns the gradients of `y` ``[N, H]`` and of `factors` ``[N]``.
+
+    rows: ``[N, H]``, the gradients of the products of `y` and `factors`. The gradient of `y` may use its memory.
+    """
     given = (y, rows, factors)
     plain = all(type(tensor) in PLAIN and not is_lazy(tensor) for tensor in given)
     # Hooks on saved tensors may have returned other tensors than were saved.
@@ -183,13 +191,17 @@ def _weighed_back(y: torch.Tensor, rows: torch.Tensor, factors: torch.Tensor) ->
 
 
 def weight_grad(y: torch.Tensor, rows: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
-    """The dot products of the rows of `y` with those of `rows`; then multiplies each of the latter by its factor.
+    """Returns the dot product of each row of `y` with its row of `rows`. Then multiplies each row of `rows` in place.
 
-    One kernel on the caller's stream. PyTorch's operators would need float32 copies of `y` and `rows`.
+    It runs as one kernel on the caller's stream. PyTorch's operators would need float32 copies of `y` and `rows`.
 
     Args:
-        y, rows: ``[N, H]``, contiguous, of a dtype that combine takes, in different memory. `rows` is changed.
-        factors: ``[N]``, of ``weight_dtype(y.dtype)``; so is the result.
+        y: ``[N, H]``, contiguous, of a dtype that combine takes.
+        rows: ``[N, H]``, like `y`, in other memory. Each row is multiplied by its factor, after the dot product.
+        factors: ``[N]``, of ``weight_dtype(y.dtype)``.
+
+    Returns:
+        ``[N]``, of the dtype of `factors`.
     """
     dots, device = torch.empty_like(factors), rows.device
     args = _C.WeightGradArgs(

@@ -95,7 +95,7 @@ class MoECommunicator:
         self.number = register(self, sizes)
 
     def _open(self, group: dist.ProcessGroup, device: torch.device) -> str:
-        """Makes the parts of a high-throughput communicator. Returns all that the sizes of its results depend on."""
+        """Makes the parts of a high-throughput communicator. Returns a key of all that its results' sizes depend on."""
         engine = self.engine = HighThroughputEngine(group, self.config, device)
         self.in_flight, self.handle_sizes = InFlight(engine), engine
         self.new_dispatch, self.new_combine = functools.partial(Dispatch, engine), functools.partial(Combine, engine)
@@ -124,15 +124,16 @@ class MoECommunicator:
         device: torch.device | str | None = None,
         **settings: Any,
     ) -> MoECommunicator:
-        """The one communicator of this process for (group, device, configuration); made on first use, collectively.
+        """Returns the one communicator of this process for (group, device, configuration).
 
-        A call closes the communicators of groups that have been destroyed since; an error in that is only a warning.
+        The first call makes it, collectively. A call also closes the communicators of groups that have been destroyed;
+        an error in that is only a warning.
         On CPUs threads may make communicators of different groups in any order. On GPUs all ranks must use one order,
         because PyTorch maps one block of memory at a time.
 
         Args:
             group, config, device: as in the constructor.
-            settings: MoECommunicatorConfig's fields, in place of `config`.
+            settings: fields of MoECommunicatorConfig, in place of `config`.
         """
         if config is None:
             config = MoECommunicatorConfig(**settings)
@@ -143,7 +144,7 @@ class MoECommunicator:
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MoECommunicator:
-        """Itself: a copy of a model exchanges over the same memory."""
+        """Returns itself, so that a copy of a model exchanges over the same memory."""
         return self
 
     @property
@@ -163,8 +164,8 @@ class MoECommunicator:
 
     @property
     def rail_bytes_sent(self) -> int:
-        """Bytes that this rank has sent to other nodes, over all operations so far: rows, what travels beside them,
-        expert ids and counts. 0 where the group has one node."""
+        """Bytes that this rank has sent to other nodes in all operations so far: rows with their scales and weights,
+        expert ids and counts. 0 if the group has one node."""
         return self.engine.rails.bytes_sent
 
     @property
@@ -188,7 +189,7 @@ class MoECommunicator:
         """
         if not self.config.shrink:
             raise ValueError("rank_mask: expected a communicator with shrink=True, got shrink=False")
-        self.engine.streams.enter()  # what the caller does with it comes after the kernels
+        self.engine.streams.enter()  # the caller's use of the mask comes after the kernels
         return self.engine.mask
 
     # -- operations ----------------------------------------------------------------------------------------------
@@ -212,8 +213,8 @@ class MoECommunicator:
             x: ``[T, H]``, rows of a multiple of 16 bytes.
             topk_ids: int32 or int64 ``[T, K]``, global expert ids; -1: dropped. A token may name an expert once
                 (checked on CPUs, and on GPUs with EP_PLUGIN_CHECK_IDS=1).
-            topk_weights: ``[T, K]`` of any float dtype. Not in mode="ll", whose combine takes them.
-            scales: ``[T, S]``, which travels with the rows unchanged. Not in mode="ll".
+            topk_weights: ``[T, K]`` of any float dtype. Not in mode="ll", where `combine` takes the weights.
+            scales: ``[T, S]``, sent with the rows unchanged. Not in mode="ll".
             previous_handle: reuse the routing of an earlier dispatch, which had the same topk_ids.
             capacity: rows of the output. The host then waits for nothing, and the output's ``overflow`` says on the
                 device whether rows were dropped. In mode="ll": rows of each expert's block, a multiple of R; each rank
@@ -247,12 +248,12 @@ class MoECommunicator:
         collective: every rank must run it.
 
         Args:
-            y: ``[N, H]``, contiguous, one row per dispatched row; in EXPERT_MAJOR ``[E_l, R * T_max, H]``, of which the
-                rows that no token has are not read.
+            y: ``[N, H]``, contiguous, one row per dispatched row. In EXPERT_MAJOR ``[E_l, R * T_max, H]``; rows that
+                belong to no token are not read.
             handle: as dispatch returned it.
-            weights: as dispatch returned them, ``[N]`` or, in TOKEN_MAJOR, ``[N, K]``; factors of the rows. In
-                TOKEN_MAJOR a row's weights are summed over its local experts. In EXPERT_MAJOR ``[T, K]``, those of this
-                rank's own tokens. None: a plain sum.
+            weights: factors of the rows, as dispatch returned them: ``[N]`` or, in TOKEN_MAJOR, ``[N, K]``. In
+                TOKEN_MAJOR the factor of a row is the sum of its weights over its local experts. In EXPERT_MAJOR
+                ``[T, K]``, the weights of this rank's own tokens. None: a plain sum.
             bias: ``[T, H]`` of y's dtype or, in mode="ht", of float32 (float64 for float64 rows): where the sum starts.
 
         Returns:
@@ -265,20 +266,20 @@ class MoECommunicator:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Combines without weights, and sums values that travel beside the rows. Not in mode="ll".
 
-        Every rank calls it for the same combine, also one that has no values: zeros travel in their place. Not
+        Every rank must call it for the same combine, also a rank without values: zeros travel in their place. Not
         differentiable in `values`.
 
         Args:
             y, handle, bias: as in `combine`.
-            values: as dispatch returned its weights, ``[N]`` or, in TOKEN_MAJOR, ``[N, K]``. Those of pairs whose
-                experts are elsewhere are summed, too.
+            values: in the shape of the weights that dispatch returned, ``[N]`` or, in TOKEN_MAJOR, ``[N, K]``. The
+                values of pairs whose experts are on other ranks are summed, too.
 
         Returns:
             The rows' sums, and for each pair the sum of its values over the ranks that its token went to, in the order
             of the ranks: ``[T, K]``, or None without `values`.
 
         Raises:
-            ValueError: mode="ll", `values` that require a gradient, or as `combine`.
+            ValueError: the communicator has mode="ll", `values` require a gradient, or an argument is wrong.
         """
         if self.config.mode == "ll":
             raise ValueError('combine_with_values: expected mode="ht", got mode="ll"')
@@ -346,11 +347,12 @@ class MoECommunicator:
         Completes an operation that nobody has waited for.
 
         Args:
-            sms: ``dispatch_send_sms``, ``dispatch_recv_sms``, ``combine_send_sms``, ``combine_recv_sms``; None, or left
-                out: the configuration's.
+            sms: ``dispatch_send_sms``, ``dispatch_recv_sms``, ``combine_send_sms``, ``combine_recv_sms``. A count that
+                is None or left out comes from the configuration.
 
         Raises:
-            ValueError: as the configuration does. Otherwise as `check`.
+            ValueError: the configuration would refuse these counts, or the communicator has mode="ll", which takes
+                none. Other errors are as in `check`.
         """
         with self.engine.lock:
             self.engine.check()
@@ -359,9 +361,9 @@ class MoECommunicator:
                 self.engine.set_sms(sms)
 
     def stats(self, reset: bool = False) -> LoadStats:
-        """The load of this communicator on this rank since its last reset, or since `ep_plugin.record_stats()`.
+        """Returns the load of this communicator on this rank since its last reset, or since `ep_plugin.record_stats()`.
 
-        It waits for the operations that are enqueued. Recording itself waits for nothing. Not collective.
+        The call waits for the operations that are enqueued. Recording itself waits for nothing. Not collective.
 
         Args:
             reset: start at zero again.
@@ -404,7 +406,7 @@ class MoECommunicator:
     # -- from arguments to operators and back --------------------------------------------------------------------
 
     def _dispatch(self, started: int, *given: Any) -> tuple[DispatchOutput, DispatchHandle]:
-        """`dispatch` of the arguments `given`, or the result of a dispatch that has been started."""
+        """Dispatches with the arguments `given`, or collects the result of a dispatch that has been started."""
         tensors = ops.dispatch(*self._dispatch_arguments(*given), started)
         _, _, topk_weights, scales, handle, capacity, quantize = given
         made = DispatchResult(*tensors[:_NUM_RESULTS])
@@ -430,11 +432,11 @@ class MoECommunicator:
         return out, handle
 
     def _combine(self, started: int, *given: Any) -> torch.Tensor:
-        """`combine` of the arguments `given`, or the result of a combine that has been started."""
+        """Combines with the arguments `given`, or collects the result of a combine that has been started."""
         return ops.combine(*self._combine_arguments(*given), started)[0]
 
     def _dispatch_arguments(self, *given: Any) -> tuple[Any, ...]:
-        """The operator's arguments, but for `started`."""
+        """Returns the operator's arguments except `started`."""
         x, topk_ids, topk_weights, scales, previous_handle, capacity, quantize = given
         check_tensors({"scales": scales}, x=x, topk_ids=topk_ids)
         check_quantize(x, quantize, self.config.mode)
@@ -443,14 +445,14 @@ class MoECommunicator:
         return x, topk_ids, weights, scales, capacity, quantize, previous, self.number
 
     def _combine_arguments(self, *given: Any) -> tuple[Any, ...]:
-        """The operator's arguments, but for `started`."""
+        """Returns the operator's arguments except `started`."""
         y, handle, weights, bias = given
         check_tensors({"bias": bias}, y=y)
         routing = self._tensors_of("handle", handle)
         return y, as_weights("weights", weights, y), bias, None, False, routing, self.number
 
     def _tensors_of(self, name: str, handle: object) -> list[torch.Tensor]:
-        """The tensors of a handle that this communicator has made. `name`: the argument."""
+        """Returns the tensors of a handle that this communicator has made. name: the argument's name, for errors."""
         if not isinstance(handle, DispatchHandle):
             raise ValueError(f"{name}: expected a DispatchHandle, got {type(handle).__name__}")
         if handle.comm != self.number:

@@ -1,7 +1,7 @@
 """Operations between their start and their end.
 
-To start an operation is to enqueue its kernels that send; to finish it, those that receive. A plain call does both. An
-asynchronous call only starts its operation, which is *in flight* until its `Work.wait()` or the communicator's next
+Starting an operation enqueues its sending kernels. Finishing it enqueues its receiving kernels. A plain call does both.
+An asynchronous call only starts its operation, which is *in flight* until its `Work.wait()` or the communicator's next
 operation completes it. The result then stays until `wait()` collects it.
 """
 
@@ -27,24 +27,24 @@ from ep_plugin.runtime.calls import Call
 P = ParamSpec("P")
 T = TypeVar("T")
 Tensors: TypeAlias = tuple[torch.Tensor | None, ...]
-SEND_PART, RECEIVE_PART = "send half", "receive half"  # of an operation that is called in two
+SEND_PART, RECEIVE_PART = "send half", "receive half"  # two calls run one operation
 
 
 class Operation(ABC):
     """One dispatch or combine, made from its operator's arguments. It holds every tensor that its kernels read."""
 
     name: ClassVar[str]
-    call: Call | None = None  # that has started it
-    number = 0  # by which the operator finds a started operation
+    call: Call | None = None  # the call that has started it
+    number = 0  # the operator finds a started operation by it
     capture = 0  # the CUDA graph capture that it was started in; 0: none
-    result: Tensors | None = None  # the operator's results, once finished and until collected
-    is_dropped = False  # the caller has no Work of it any more, and has not waited
+    result: Tensors | None = None  # the operator's results, between finish and collect
+    is_dropped = False  # the caller has deleted its Work without waiting
     rows: torch.Tensor
     """The rows that this rank passes in."""
 
     @abstractmethod
     def check(self) -> None:
-        """Raises ValueError for wrong arguments. Nothing has been launched."""
+        """Raises ValueError for wrong arguments. Called before anything is launched."""
 
     @abstractmethod
     def start(self) -> None:
@@ -55,17 +55,17 @@ class Operation(ABC):
         """Enqueues the kernels that receive, and orders the caller's stream after them."""
 
     def whole(self) -> Tensors:
-        """Does both."""
+        """Starts and finishes the operation."""
         self.start()
         return self.finish()
 
     @abstractmethod
     def tensors(self) -> Tensors:
-        """Every tensor that a kernel enqueued by `start` reads or writes."""
+        """Returns every tensor that a kernel enqueued by `start` reads or writes."""
 
 
 class InFlight:
-    """The operations of one communicator, at most one of them in flight. `serves`: the integration that counts them."""
+    """The operations of one communicator. At most one is in flight. `serves`: the integration that counts them."""
 
     serves = ""
 
@@ -96,7 +96,7 @@ class InFlight:
             return operation
 
     def collect(self, number: int) -> Tensors:
-        """The results of a started operation, ordered before the caller's stream goes on."""
+        """Returns the results of a started operation, and orders the caller's stream after them."""
         engine = self._engine
         with engine.lock:
             operation = self._by_number[number]
@@ -118,9 +118,10 @@ class InFlight:
             return result
 
     def complete(self) -> None:
-        """Finishes the operation in flight, if there is one. CaptureRefused if a CUDA graph would have only one end.
+        """Finishes the operation in flight, if there is one.
 
-        Autograd records nothing here, which may be below another operator or inside a backward, but at `wait()`.
+        Raises CaptureRefused if a CUDA graph would capture only the start or only the end of the operation. Autograd
+        records nothing here, since the caller may be another operator or a backward. It records at `wait()`.
         """
         operation, engine = self._started, self._engine
         if operation is None:
@@ -144,7 +145,8 @@ class InFlight:
         engine.record(*operation.tensors())  # a fault may keep the caller from ever joining the streams
 
     def _torn(self, operation: Operation, capture: int) -> CaptureRefused:
-        """The error of an operation that started in one capture, or none, and would finish in another."""
+        """Returns the error for an operation that would finish in another capture than it started in. Running outside
+        of captures counts as one."""
         began = "in the capture of a CUDA graph" if operation.capture else "before the capture of a CUDA graph began"
         now = ("in another" if operation.capture else "in it") if capture else "after it"
         return CaptureRefused(
@@ -154,10 +156,10 @@ class InFlight:
 
 
 def untraced(function: Callable[P, T]) -> Callable[P, T]:
-    """`function`, kept out of torch.compile, which cannot trace locks, peer memory and kernels.
+    """Returns `function`, kept out of torch.compile, which cannot trace locks, peer memory and kernels.
 
     Compiled code calls it between two graphs; with fullgraph=True torch raises an error. torch.compiler.disable would
-    import the compiler here, which takes seconds, and would cost every call a microsecond.
+    import the compiler here, which takes seconds, and would add a microsecond to every call.
     """
     disabled = _disable_dynamo(function)
 
@@ -169,7 +171,7 @@ def untraced(function: Callable[P, T]) -> Callable[P, T]:
 
 
 class Work(Generic[T]):
-    """An asynchronous operation. `wait()` returns what the plain call would have."""
+    """An asynchronous operation. `wait()` returns the result that the plain call would have returned."""
 
     def __init__(self, operation: Operation, complete: Callable[[], T]) -> None:
         self._operation: Operation | None = operation
@@ -188,7 +190,7 @@ class Work(Generic[T]):
         """Completes the operation and orders the caller's stream after it. Several threads may call it, repeatedly.
 
         Returns:
-            What the plain call returns; the same objects at every call.
+            The result of the plain call. Every call returns the same objects.
 
         Raises:
             PeerTimeout, PeerAborted: a peer failed.

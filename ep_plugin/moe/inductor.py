@@ -1,8 +1,8 @@
-"""Our operators in the code that inductor generates for torch.compile: they run, and in the order of the program.
+"""Lowerings for torch.compile that keep our operators in the generated code, in the order of the program.
 
-Inductor leaves out an operator whose results nobody reads. Nobody reads a result without elements, such as the sums of
-a rank without tokens, but the peers of that rank would wait. Inductor also reorders exchanges that do not depend on
-each other, by the sizes of their tensors, which differ between ranks.
+Inductor leaves out an operator whose results nobody reads. It counts results without elements as unread, such as the
+sums of a rank without tokens. But the peers of that rank would wait for it. Inductor also reorders exchanges that do
+not depend on each other. It goes by the sizes of their tensors, which differ between ranks.
 
 An operator that PyTorch drops from the graph before inductor lowers it does not run. Inside a nested graph, such as a
 branch of `torch.cond`, the order is kept among the operators of that graph.
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 _LOWERING = "torch._inductor.lowering"
-_LATEST = "ep_plugin_latest"  # an attribute of a graph: the name of its latest operation of ours
+_LATEST = "ep_plugin_latest"  # an attribute of a graph: the name of the latest of our operations in it
 _lock = threading.Lock()
 _kept: set[torch._ops.OpOverload] = set()
 

@@ -1,4 +1,4 @@
-"""The records of dispatch: what it returns, and what argument checks, operators and kernels pass on.
+"""The records of dispatch: its results, and the records that argument checks, operators and kernels exchange.
 
 Shapes: T tokens here, H hidden size, K experts per token, S scales per row, R ranks, E experts in all, E_l = E / R on
 this rank, N rows of the output. Rows are ordered by (source rank, source token), in FLAT within each expert.
@@ -15,30 +15,30 @@ from ep_plugin.runtime.streams import Streams
 
 
 class DispatchOutput(NamedTuple):
-    """The rows this rank received. Every tensor is the caller's own; nothing here refers to communication memory.
+    """The rows this rank received. Every tensor is the caller's own; no field refers to communication memory.
 
-    Without ``capacity`` the memory behind them may have room for more rows than N: up to the most rows of the last 16
-    dispatches, plus a 64th, plus 256. Clone before storing.
+    Without ``capacity`` the memory behind a tensor may have room for more rows than N: up to the most rows of the last
+    16 dispatches, plus a 64th of that, plus 256. Clone before storing.
 
-    tokens: ``[N, H]``, of the dtype of ``x``, or of the one it was quantised to. FLAT: one row per (token, local
+    tokens: ``[N, H]``, of the dtype of ``x``, or of the quantised dtype. FLAT: one row per (token, local
         expert), grouped by local expert, each group padded with zero rows to ``expert_alignment``. TOKEN_MAJOR: one row
-        per token. EXPERT_MAJOR: ``[E_l, R * T_max, H]``, one row per (token, local expert), first in the expert's
-        block; the rows after them are undefined.
+        per token. EXPERT_MAJOR: ``[E_l, R * T_max, H]``, one row per (token, local expert), at the beginning of the
+        expert's block; the rows after them are undefined.
     scales: ``[N, S]``, the scales of the rows, given or made by ``quantize``; None without scales. Gradients into them
         are dropped. EXPERT_MAJOR: ``[E_l, R * T_max, S]``, stored transposed; S is H / 128 or, with "e4m3_ue8m0", the
-        int32 words of so many exponents.
+        number of int32 words that hold H / 128 exponents.
     weights: FLAT ``[N]``, TOKEN_MAJOR ``[N, K]``; float32 (float64 for float64 rows), 0 where there is no pair; None
         when no weights were dispatched. Carries gradients back to ``topk_weights``.
     topk_ids: TOKEN_MAJOR: int32 ``[N, K]``, local expert ids, -1 where the expert is elsewhere; else None.
     row_expert_ids: FLAT: int32 ``[N]``, the local expert of each row, -1 for padding; else None.
-    num_tokens_per_expert: int32 ``[E_l]`` on the device, without padding. Where ``capacity`` was too small: in FLAT the
-        rows that are present, in TOKEN_MAJOR also those of dropped tokens.
+    num_tokens_per_expert: int32 ``[E_l]`` on the device, without padding. If ``capacity`` was too small, FLAT counts
+        the rows that are present, and TOKEN_MAJOR counts the dropped tokens, too.
     num_tokens_per_expert_cpu: int64 ``[E_l]`` in host memory; None when ``capacity`` was given, and in EXPERT_MAJOR.
-    expert_offsets: int32 ``[E_l + 1]`` on the device, where each expert's FLAT rows start, padding included.
-        EXPERT_MAJOR: where its block starts.
+    expert_offsets: int32 ``[E_l + 1]`` on the device: the first FLAT row of each expert, padding included.
+        EXPERT_MAJOR: the first row of each expert's block.
     overflow: int32 ``[]``: 1 when rows were dropped because ``capacity`` was too small; None without ``capacity``, and
         in EXPERT_MAJOR, which drops none.
-    required: int32 ``[]``: rows that all tokens need; None where overflow is.
+    required: int32 ``[]``: the number of rows that all tokens need; None if `overflow` is None.
     """
 
     tokens: torch.Tensor
@@ -55,7 +55,7 @@ class DispatchOutput(NamedTuple):
 
 with torch.inference_mode(False):  # callers may save it for a backward
     NOTHING = torch.empty(0, dtype=torch.int32, device="cpu")
-"""In the place of a handle's tensor that its layout does not need."""
+"""An empty tensor, in the place of a handle's tensor that its layout does not need."""
 
 
 class DispatchHandle(NamedTuple):
@@ -68,18 +68,18 @@ class DispatchHandle(NamedTuple):
     topk_ids: torch.Tensor
     """int32 ``[T, K]``, global expert ids, -1: dropped."""
     plan: torch.Tensor
-    """int32, one after the other: ``[R, R]``, rows from all ranks up to the first for the second; bases and counts;
-    ``[T, R]``, position among this rank's rows for each rank, -1: none; ``[T, K]``, position among this rank's pairs
-    for the expert, -1: dropped. EXPERT_MAJOR: as LlPlanLayout of ``csrc/common/low_latency.h``."""
+    """int32, one part after the other: (1) ``[R, R]``, at [a][b] the number of rows that ranks 0 to a have for rank b;
+    (2) bases and counts; (3) ``[T, R]``, each token's position among this rank's rows for each rank, -1: it has none;
+    (4) ``[T, K]``, each pair's position among this rank's pairs for the expert, -1: dropped. EXPERT_MAJOR:
+    LlPlanLayout of ``csrc/common/low_latency.h``."""
     recv_rows: torch.Tensor
-    """int32 ``[slots, K]``, the output row of each received pair, -1: none. In EXPERT_MAJOR the plan says all: this and
-    the totals are empty, and nobody reads them."""
+    """int32 ``[slots, K]``, the output row of each received pair, -1: none. In EXPERT_MAJOR the plan has the whole
+    routing: `recv_rows` and `totals` are empty, and nobody reads them."""
     totals: torch.Tensor
-    """int64 on the host: slots, rows, most rows from any rank to any and from any to all, rows of each local expert.
-
-    With ``capacity``, that alone."""
+    """int64 on the host, one after the other: slots; output rows; the most rows from any rank to any other rank; the
+    most rows from any rank to all ranks; rows of each local expert. With ``capacity``: the capacity alone."""
     comm: int
-    """The number of the communicator that made it."""
+    """The number of the communicator that made the handle."""
 
 
 class Routing(NamedTuple):
@@ -105,9 +105,9 @@ class DispatchCall(NamedTuple):
 
 
 class DispatchResult(NamedTuple):
-    """The results of a dispatch beside its handle, in the operator's order; None where the call has none.
+    """The results of a dispatch without its handle, in the operator's order. A result that the call lacks is None.
 
-    ids: DispatchOutput's row_expert_ids in FLAT, its topk_ids in TOKEN_MAJOR. limits: its (overflow, required), int32
+    ids: row_expert_ids of DispatchOutput in FLAT, its topk_ids in TOKEN_MAJOR. limits: its (overflow, required), int32
     ``[2]``. host_counts: its num_tokens_per_expert_cpu.
     """
 
@@ -122,15 +122,16 @@ class DispatchResult(NamedTuple):
 
 
 class HandleSizes(Protocol):
-    """The sizes of a handle's tensors, for a dispatch of T tokens of K experts; None: known only when it has run."""
+    """The sizes of a handle's tensors, for a dispatch of T tokens with K experts each. A size is None if it is known
+    only when the dispatch has run."""
 
     num_totals: int
 
     def plan_words(self, num_tokens: int, topk: int, capacity: int | None) -> int | None:
-        """int32 words of the plan."""
+        """Returns the int32 words of the plan."""
 
     def slots(self, capacity: int | None) -> int | None:
-        """Rows of recv_rows."""
+        """Returns the rows of recv_rows."""
 
 
 class Engine(Protocol):
@@ -144,4 +145,4 @@ class Engine(Protocol):
     flat: bool
 
     def plan_words(self, num_tokens: int, topk: int, capacity: int | None = None) -> int:
-        """int32 words of a plan on this node."""
+        """Returns the int32 words of a plan on this node."""

@@ -1,8 +1,8 @@
 """The operators that torch sees: ``ep_plugin::dispatch`` and ``ep_plugin::combine``, with their fakes.
 
-They take and return plain tensors, so that torch.compile, autograd and checkpointing need to know nothing else. A
-result that a call does not have is an empty tensor. ``comm`` is the communicator's number in this process. ``started``
-is the number of an operation that has been started, whose result the call collects; 0: the call runs the operation.
+They take and return plain tensors, so torch.compile, autograd and checkpointing handle them like any operator. A result
+that a call does not have is an empty tensor. ``comm`` is the communicator's number in this process. ``started`` is the
+number of an operation that has been started: the call collects its result. 0: the call runs the operation.
 
 Shapes: T tokens, H hidden size, K experts per token, N output rows, S received slots.
 """
@@ -35,11 +35,10 @@ def _operator(
     save: Callable[..., None],
     backward: Callable[..., tuple[torch.Tensor | None, ...]],
 ) -> Callable[..., Any]:
-    """Defines an operator that runs the operations of a communicator's `new`. Returns a function of its arguments, with
-    its results.
+    """Defines an operator that runs the operations of a communicator's `new`. Returns a function that calls it.
 
-    When no compiler, mode or profiler has to see the operator, the function does the same without torch's dispatcher,
-    which takes longer than all checks.
+    If no compiler, mode or profiler has to see the operator, the function runs the operation without torch's
+    dispatcher, which takes longer than all checks.
     """
     name = schema.partition("(")[0]
     _library.define(schema)
@@ -67,7 +66,7 @@ def _operator(
         inductor.keep(seen.default)
         return fake(*inputs)
 
-    # torch.compile calls operators whose sizes it cannot know between its graphs. It would trace their Python.
+    # torch.compile calls operators with unknown sizes between its graphs. Without this it would trace their Python.
     for key in ("CPU", "CUDA"):
         _library.impl(name, _disable_dynamo(with_empty(run)), key)
     recorded = _disable_dynamo(autograd.autograd_kernel(seen.default, differentiable))
@@ -101,7 +100,7 @@ def _fake_dispatch(*inputs: Any) -> Tensors:
     def unknown() -> int | torch.SymInt:
         return torch.library.get_ctx().new_dynamic_size()
 
-    slots: int | torch.SymInt | None  # torch refuses a new size that no output has
+    slots: int | torch.SymInt | None  # torch refuses a new symbolic size that no output has
     slots = previous[2].shape[0] if previous else sizes.slots(capacity)
     if slots is None:
         slots = unknown()

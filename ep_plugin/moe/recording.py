@@ -1,4 +1,4 @@
-"""The load statistics of a whole process: the switch, all communicators at once, and the file for `ep-bench load`.
+"""Load statistics of a whole process: switches them on, reads all communicators, and writes files for `ep-bench load`.
 
 A file holds JSON: {"format": "ep_plugin load", "version": 1, "communicators": {name: fields of LoadStats}}. Tensors are
 lists. Each rank writes one.
@@ -17,14 +17,17 @@ from ep_plugin.moe.registry import open_communicators
 from ep_plugin.moe.statistics import LoadStats, Sums
 
 _HEAD = {"format": "ep_plugin load", "version": 1}
-_TENSORS = ("tokens", "waited_ns")  # and those of `layers`
+_TENSORS = ("tokens", "waited_ns")  # the values of `layers` are tensors, too
 
 
 def record_stats(on: bool = True) -> None:
-    """Records the load of every communicator of this process from now on, starting at zero; or stops.
+    """Starts to record the load of every communicator of this process, from zero; or stops.
 
-    Each operation then enqueues a small addition, and waits for nothing. Ranks may differ. CUDA graphs that were
-    captured before do not count.
+    While statistics are recorded, each operation enqueues a small addition and waits for nothing. Ranks may differ.
+    Operations in CUDA graphs that were captured earlier do not count.
+
+    Args:
+        on: True starts, False stops.
     """
     if on and not Sums.recording:
         for comm in open_communicators():
@@ -34,24 +37,30 @@ def record_stats(on: bool = True) -> None:
 
 
 def stats(reset: bool = False) -> dict[str, LoadStats]:
-    """`MoECommunicator.stats()` of every open communicator of this process, by its name in error messages.
+    """Returns `MoECommunicator.stats()` of every open communicator of this process, by its name in error messages.
 
     Layers of a model share the communicator of their group and shape. The names are the same on all ranks of a group.
+
+    Args:
+        reset: start every communicator at zero again.
+
+    Raises:
+        ValueError: this process does not record.
     """
     return {comm.engine.name: comm.stats(reset) for comm in open_communicators()}
 
 
 def write_stats(path: str | os.PathLike[str], reset: bool = False) -> None:
-    """Writes `stats(reset)` to the file `path`, for `ep-bench load`. Ranks write files of their own."""
+    """Writes `stats(reset)` to the file `path`, for `ep-bench load`. Each rank must write a file of its own."""
     records = {name: _to_json(record) for name, record in stats(reset).items()}
     Path(path).write_text(json.dumps({**_HEAD, "communicators": records}) + "\n")
 
 
 def read_stats(path: str | os.PathLike[str]) -> dict[str, LoadStats]:
-    """The records of a file that `write_stats` has written.
+    """Reads a file that `write_stats` has written. Returns the load of each communicator, by name.
 
     Raises:
-        ValueError: it has not written this file.
+        ValueError: `write_stats` has not written this file.
     """
     expected = f"{path}: expected a file that ep_plugin.write_stats wrote"
     try:

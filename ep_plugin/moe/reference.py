@@ -1,4 +1,4 @@
-"""The oracles: what dispatch and combine compute, in plain torch, for all ranks at once in one process.
+"""Oracles: compute dispatch and combine in plain torch, for all ranks at once in one process.
 
 Lists have one entry per rank. Shapes: T_r tokens of rank r, H hidden size, K experts per token, E experts in all,
 N_r rows that rank r receives.
@@ -15,10 +15,10 @@ from ep_plugin.config import DispatchLayout
 
 @dataclass(frozen=True)
 class ReferenceOutput:
-    """The rows that one rank receives, with DispatchOutput's names, and where each row came from.
+    """The rows that one rank receives, with the names of DispatchOutput, and the origin of each row.
 
     pair_token, pair_k: ``[pairs]``, for every (token, local expert) pair its token (counted over all ranks) and its
-    position in top-k. pair_row: the output row of the pair.
+    position in top-k. pair_row: ``[pairs]``, the output row of the pair.
     """
 
     tokens: torch.Tensor
@@ -41,7 +41,16 @@ def reference_dispatch(
     layout: DispatchLayout = DispatchLayout.FLAT,
     expert_alignment: int = 1,
 ) -> list[ReferenceOutput]:
-    """x: ``[T_r, H]``, topk_ids: ``[T_r, K]`` global ids or -1, topk_weights: ``[T_r, K]``, each a list over ranks."""
+    """Dispatches the tokens of all ranks. Returns the rows that each rank receives.
+
+    Args:
+        x: per rank ``[T_r, H]``.
+        topk_ids: per rank ``[T_r, K]``, global expert ids; -1: dropped.
+        topk_weights: per rank ``[T_r, K]``.
+        num_experts: E.
+        layout: FLAT or TOKEN_MAJOR.
+        expert_alignment: FLAT groups of experts are padded to a multiple of this.
+    """
     all_x, all_ids, all_weights = torch.cat(x), torch.cat(topk_ids).long(), torch.cat(topk_weights)
     per_rank = num_experts // len(x)
     make = _flat if layout is DispatchLayout.FLAT else _token_major
@@ -54,7 +63,7 @@ def reference_dispatch(
 
 
 def reference_quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """x: ``[T, H]``. Returns float8_e4m3fn ``[T, H]`` and float32 scales ``[T, ceil(H / 128)]``, bit for bit.
+    """Quantises x ``[T, H]``. Returns float8_e4m3fn ``[T, H]`` and float32 scales ``[T, ceil(H / 128)]``, bit for bit.
 
     A block's scale is amax / 448 over its elements other than NaN, or 1 if that is 0. An element is x / scale, both
     divisions in float32, rounded to nearest even and saturated to 448. The block of an infinity has an infinite scale:
@@ -66,7 +75,7 @@ def reference_quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     blocks = -(-H // 128)
     padded = torch.nn.functional.pad(x.float(), (0, blocks * 128 - H)).view(T, blocks, 128)
     amax = padded.abs().nan_to_num(nan=0.0, posinf=torch.inf).amax(dim=2)
-    scales = amax / torch.full_like(amax, 448)  # by a number, torch multiplies with its reciprocal on GPUs
+    scales = amax / torch.full_like(amax, 448)  # on GPUs torch divides by a number by multiplying with its reciprocal
     scales = torch.where(scales == 0, 1.0, scales)
     magnitudes = (padded.abs() / scales.unsqueeze(2)).clamp(max=448).to(torch.float8_e4m3fn).view(torch.uint8)
     codes = (magnitudes & 0x7F) | (padded.signbit().to(torch.uint8) << 7)  # the sign of a computed NaN is undefined
@@ -79,9 +88,13 @@ def reference_combine(
     tokens_per_rank: list[int],
     weights: list[torch.Tensor] | None = None,
 ) -> list[torch.Tensor]:
-    """y: ``[N_r, H]`` rows as `received` has them; weights: ``[N_r]`` (FLAT) or ``[N_r, K]``, or None for a plain sum.
+    """Combines the rows of all ranks. Returns the sums of each rank's tokens, float64 ``[T_r, H]``.
 
-    Sums in float64 and returns float64 ``[T_r, H]`` per rank.
+    Args:
+        y: per rank ``[N_r, H]``, one row for each row of `received`.
+        received: the result of `reference_dispatch`.
+        tokens_per_rank: T_r of each rank.
+        weights: per rank ``[N_r]`` (FLAT) or ``[N_r, K]`` (TOKEN_MAJOR); None: a plain sum.
     """
     total = torch.zeros(sum(tokens_per_rank), y[0].shape[1], dtype=torch.float64)
     for rank, (rows, out) in enumerate(zip(y, received, strict=True)):

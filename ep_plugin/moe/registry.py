@@ -1,4 +1,4 @@
-"""The communicators of this process: by number, for operators, and by group, for `MoECommunicator.shared`."""
+"""Finds the communicators of this process: by number, for operators, and by group, for `MoECommunicator.shared`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ep_plugin.errors import CommunicatorClosed
 from ep_plugin.transport.groups import Group, checked_group, is_alive
 
 # A communicator is Any here, since MoECommunicator's own module imports this one.
-_counts: dict[int, Iterator[int]] = {}  # of the communicators whose numbers have one hash
+_counts: dict[int, Iterator[int]] = {}  # for each hash of sizes, counts its communicators
 _communicators: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 # The shared communicators of each group. Making one waits for the group's ranks, so each group has a lock of its own.
 _groups: dict[weakref.ref[dist.ProcessGroup], tuple[threading.Lock, dict[Hashable, Any]]] = {}
@@ -24,7 +24,7 @@ _groups_lock = threading.Lock()  # never held while ranks wait for each other
 
 
 def communicator(number: int) -> Any:
-    """The MoECommunicator with this number in this process. CommunicatorClosed if there is none any more."""
+    """Returns the MoECommunicator with this number in this process. Raises CommunicatorClosed if it is gone."""
     found = _communicators.get(number)
     if found is None:
         raise CommunicatorClosed(f"expected the number of an open communicator, got {number}")
@@ -32,16 +32,16 @@ def communicator(number: int) -> Any:
 
 
 def open_communicators() -> list[Any]:
-    """The MoECommunicators of this process that are not closed."""
+    """Returns the MoECommunicators of this process that are not closed."""
     return [comm for comm in list(_communicators.values()) if not comm.engine.closed]
 
 
 def register(comm: Any, sizes: str) -> int:
-    """Gives `comm` a number, by which it is found as long as it lives. Graphs can carry ints, not objects.
+    """Gives `comm` a number by which it is found as long as it lives. Graphs can carry ints, but not objects.
 
-    Torch keeps compiled code on disk, where this number alone identifies a communicator. So the number follows from
-    `sizes`, all that the operators' output sizes depend on, and from how many communicators of such sizes came before:
-    the same program finds its code again, and no other program does.
+    Torch keeps compiled code on disk, and there this number alone identifies a communicator. So the number follows from
+    `sizes`, which holds all that the operators' output sizes depend on, and from the number of earlier communicators
+    with the same `sizes`. Then the same program finds its code again, and no other program does.
     """
     hashed = int.from_bytes(hashlib.sha256(sizes.encode()).digest()[:5], "little")
     number = (hashed << 20) + next(_counts.setdefault(hashed, itertools.count(1)))  # below 2**61
@@ -52,9 +52,9 @@ def register(comm: Any, sizes: str) -> int:
 def shared_communicator(
     group: Group, key: Callable[[dist.ProcessGroup], Hashable], make: Callable[[dist.ProcessGroup], Any]
 ) -> Any:
-    """The open communicator of (group, key(group)), made by `make` if there is none.
+    """Returns the open communicator of (group, key(group)). Calls `make` if there is none.
 
-    `key` is called once the group is known to be alive. Communicators of groups that have been destroyed are closed.
+    `key` is called after the group is known to be alive. The call closes communicators of destroyed groups.
     """
     _close_orphans()
     known = checked_group(group)
@@ -69,9 +69,9 @@ def shared_communicator(
 
 
 def _close_orphans() -> None:
-    """Closes the communicators of destroyed groups: torch does not report the end of a group.
+    """Closes the communicators of destroyed groups, since torch does not report the end of a group.
 
-    An error is only a warning: it does not concern the caller, who asks for another communicator.
+    An error becomes a warning: the caller asks for another communicator, which the error does not concern.
     """
     with _groups_lock:
         dead = [ref for ref in _groups if (group := ref()) is None or not is_alive(group)]

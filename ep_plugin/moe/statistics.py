@@ -1,7 +1,7 @@
 """Load statistics: the tokens that reached each expert, the bytes that moved, and the ranks that were waited for.
 
-While statistics are recorded, each operation adds its routing to a tensor in device memory, by one addition on the
-stream of its kernels. The host reads the sums when somebody asks for them. `ep_plugin.moe.recording` has the switch.
+While statistics are recorded, each operation adds its routing to a tensor in device memory, with one addition on the
+stream of its kernels. The host reads the sums on request. `ep_plugin.moe.recording` switches statistics on.
 
 Shapes: R ranks, E_l local experts.
 """
@@ -27,10 +27,14 @@ _here = threading.local()
 
 
 def layer(name: str) -> AbstractContextManager[None]:
-    """A block whose dispatches count in `LoadStats.layers` under `name`, too, if this thread starts them.
+    """Returns a context in which this thread's dispatches also count in `LoadStats.layers` under `name`.
 
-    For models whose layers share a communicator. The integrations with frameworks enter it themselves. It has no effect
-    while statistics are off, and none inside code that torch.compile traces: enter it around the compiled call.
+    Use it for models whose layers share a communicator. The integrations with frameworks enter it themselves. It has no
+    effect while statistics are off, and no effect inside code that torch.compile traces: enter it around the compiled
+    call.
+
+    Args:
+        name: the layer's name.
 
     Raises:
         ValueError: `name` is no string.
@@ -50,15 +54,15 @@ def _entered(name: str) -> Iterator[None]:
 
 
 def current_layer() -> str | None:
-    """The name of the innermost `layer` that this thread is in."""
+    """Returns the name of the innermost `layer` that this thread is in, or None."""
     return getattr(_here, "layer", None)
 
 
 class LoadStats(NamedTuple):
     """The load of one communicator on this rank since its last reset. The tensors are copies in host memory.
 
-    Operations count when they are complete. Those in a CUDA graph count once, when they are captured; their tokens and
-    link bytes count at each replay.
+    Operations count when they are complete. An operation in a CUDA graph counts once, when it is captured. Its tokens
+    and link bytes count at each replay.
     """
 
     rank: int
@@ -72,60 +76,64 @@ class LoadStats(NamedTuple):
     combines: int
     """Combines. The backward of a dispatch is one."""
     tokens: torch.Tensor
-    """int64 ``[R, E_l]``: tokens from each source rank for each local expert, in dispatches that made a routing. Rows
-    beyond ``capacity`` are among them."""
+    """int64 ``[R, E_l]``: tokens from each source rank for each local expert, in dispatches that made a routing. It
+    includes rows beyond ``capacity``."""
     layers: dict[str, torch.Tensor]
-    """Like `tokens`, by the layer that started the dispatch, in the order of their first ones; without dispatches
-    outside of a `layer`."""
+    """Tensors like `tokens`, by the layer that started the dispatch, in the order of the layers' first dispatches. It
+    leaves out dispatches outside of any `layer`."""
     dropped_ids: int | None
-    """-1s in this rank's topk_ids, in dispatches that made a routing; None in mode="ll"."""
+    """The number of ids that were -1 in this rank's topk_ids, in dispatches that made a routing; None in mode="ll"."""
     dropped_rows: int
     """Output rows beyond ``capacity``, padding included, in dispatches that made a routing."""
     link_bytes_sent: int | None
     """Bytes of rows, and of ids, weights and scales beside them, to other ranks of this node; None in mode="ll"."""
     link_bytes_received: int | None
-    """The same, from other ranks of this node."""
+    """Bytes of rows, and of ids, weights and scales beside them, from other ranks of this node; None in mode="ll"."""
     rail_bytes_sent: int
     """Bytes to other nodes, with counts and ids."""
     rail_bytes_received: int
     """Bytes from other nodes, with counts and ids."""
     waited_ns: torch.Tensor
-    """int64 ``[R]``, nanoseconds that this rank waited for each rank. On CPUs: the host, for signals of ranks of this
-    node, and for messages of other nodes. On GPUs: a kernel, until a rank of this node has begun the same operation;
-    0 for ranks of other nodes. In mode="ll": receive halves and a combine's send half, for the longest-waiting thread,
-    without operations whose caller passed a tensor for these times."""
+    """int64 ``[R]``, nanoseconds that this rank waited for each rank.
+
+    - On CPUs: time that the host waited for signals from ranks of this node and for messages from other nodes.
+    - On GPUs: time that a kernel waited until a rank of this node began the same operation; 0 for ranks of other nodes.
+    - In mode="ll": time of the longest-waiting thread in receive halves and in the send half of combines. Operations
+      whose caller passed a tensor for these times do not count.
+    """
 
     @property
     def skew(self) -> float:
-        """The tokens of the busiest local expert, over all layers, over their mean; 1: balanced, 0: no tokens."""
+        """The tokens of the busiest local expert in all layers, divided by the mean of the local experts. 1: balanced,
+        0: no tokens."""
         return skew_of(self.tokens.sum(0))
 
 
 def skew_of(tokens: torch.Tensor) -> float:
-    """The largest of some counts over their mean; 0 if all are 0."""
+    """Returns the largest of some counts divided by their mean; 0 if all are 0."""
     return float(tokens.max() / tokens.double().mean()) if tokens.any() else 0.0
 
 
 class Sums:
-    """Sums of int32 counts of operations, by key, on the stream that runs their sending kernels.
+    """Adds up int32 counts of operations, by key. It runs on the stream of their sending kernels, the *send stream*.
 
-    kernels: of the communicator's device.
+    kernels: the kernels of the communicator's device.
     """
 
     recording = False
-    """Whether operations of this process add what they have; a class attribute."""
+    """Whether operations of this process add their counts. A class attribute."""
 
     def __init__(self, name: str, streams: Streams, kernels: Any) -> None:
         self._name, self._streams, self._kernels = name, streams, kernels
         self._sums: dict[Hashable, torch.Tensor] = {}
         self._args: dict[Hashable, Any] = {}
         self.counts: Counter[Hashable] = Counter()
-        """Additions by key."""
+        """The number of additions, by key."""
 
     def add(self, key: Hashable, counts: torch.Tensor) -> None:
-        """Adds int32 ``[N, C]``, whose rows are contiguous, to the sums of `key`, whose counts all have this shape.
+        """Adds `counts` to the sums of `key`. All counts of a key have one shape.
 
-        `counts` must be ready on that stream, which reads it.
+        counts: int32 ``[N, C]`` with contiguous rows. It must be ready on the send stream, which reads it.
         """
         args = self._args.get(key)
         if args is None:
@@ -143,19 +151,20 @@ class Sums:
         self.counts[key] += 1
 
     def add_made(self, key: Hashable, make: Callable[[], torch.Tensor]) -> None:
-        """Adds one number, int32 ``[]``, which `make` computes on that stream."""
+        """Adds one number, int32 ``[]``, which `make` computes on the send stream."""
         with self._streams.on(self._streams.send):
             made = make().view(1, 1)
         self.add(key, made)
 
     def read(self, waited: Callable[[], torch.Tensor]) -> tuple[dict[Any, torch.Tensor], torch.Tensor]:
-        """The sums, int64, and what `waited` returns: copies in host memory, made on that stream."""
+        """Returns the sums, int64, and the result of `waited`: copies in host memory, made on the send stream."""
         self._enter("read")
         with self._streams.on(self._streams.send):
             return {key: total.to("cpu", copy=True) for key, total in self._sums.items()}, waited().to("cpu", copy=True)
 
     def reset(self, waited: Callable[[], Any]) -> None:
-        """Also calls `waited`, on that stream. Keeps the memory, to which captured graphs add."""
+        """Sets all sums to zero, and calls `waited` on the send stream. Keeps the memory, since captured graphs add to
+        it."""
         self._enter("reset")
         with self._streams.on(self._streams.send):
             for total in self._sums.values():
@@ -164,7 +173,7 @@ class Sums:
         self.counts.clear()
 
     def _begin(self, key: Hashable, counts: torch.Tensor) -> Any:
-        """Makes the sums of a key, and the kernel's arguments but for the counts."""
+        """Makes the sums of a key. Returns the kernel's arguments without the counts."""
         rows, columns = counts.shape
         with torch.inference_mode(False), self._streams.on(self._streams.send):  # they outlive the caller's mode
             sums = self._sums[key] = torch.zeros(rows, columns, dtype=torch.int64, device=counts.device)
@@ -176,7 +185,8 @@ class Sums:
         )
 
     def _enter(self, what: str) -> None:
-        """What comes next runs after all operations, also those of graphs that the caller's stream has replayed."""
+        """Returns a context on the send stream, after all operations, also of graphs that the caller's stream has
+        replayed."""
         if self._streams.capturing():
             raise CaptureRefused(
                 f"{self._name}: expected statistics to be {what} outside of the capture of a CUDA graph, got it in one"

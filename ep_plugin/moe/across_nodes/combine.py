@@ -1,8 +1,8 @@
 """Combine over several nodes: dispatch backwards.
 
-Every segment's rows are combined inside the node, by the rank that has forwarded their tokens: it adds the partial rows
-of the node's ranks, in the order of local ranks, in float32, and rounds once. The sums of other nodes' tokens return
-over the rail. The owner adds one row per node to the bias, in the order of nodes.
+The rank that has forwarded a segment's tokens combines the segment's rows inside the node. It adds the partial rows of
+the node's ranks, in the order of local ranks, in float32, and rounds once. The sums of other nodes' tokens return over
+the rail. The owner of a token adds one row per node to the bias, in the order of nodes.
 
 Shapes: T tokens, K experts per token, N rows of the dispatch's output, H hidden size, T_m tokens of a segment.
 """
@@ -30,7 +30,7 @@ _COMBINE, _COMBINE_RECV, _MAX_SENT = int(_C.Op.COMBINE), _C.Step.COMBINE_RECV, _
 
 
 class CombineAcrossNodes(Operation):
-    """One combine, from its operator's arguments to the sums. The arguments are as those of Combine."""
+    """One combine, from its operator's arguments to the sums. It takes the arguments of `Combine`."""
 
     name = "combine"
 
@@ -49,7 +49,7 @@ class CombineAcrossNodes(Operation):
         check_combine(self._engine, self.rows, self._weights, self._bias, self._extra, self._known)
 
     def start(self) -> None:
-        """Adds up and sends back other nodes' tokens, which have the longest way. Then sends this node's."""
+        """Adds up other nodes' tokens and sends them back first, since they travel longest. Then sends this node's."""
         self._nodes.check_capture()
         engine, streams, routing = self._engine, self._engine.streams, self._routing
         y, K = self.rows, self._routing.topk_ids.shape[1]
@@ -110,7 +110,7 @@ class CombineAcrossNodes(Operation):
         engine.kernels.combine_recv(combine_recv_args(self._common[number], sms, engine.streams.receive, *given))
 
     def _return(self, number: int) -> UnderWay:
-        """Begins to send a segment's sums back, and to receive those of the rows that the same leg has sent."""
+        """Begins to send a segment's sums back, and to receive the sums of the rows that the same leg has sent."""
         begins = list(itertools.accumulate(self._routing.sent, initial=0))
         landing = slice(begins[number - 1], begins[number])
         pairs = [(self._sums[number], self._landed[landing])]
@@ -125,7 +125,7 @@ class CombineAcrossNodes(Operation):
         engine, routing = self._engine, self._routing
         T, N = routing.rail_rows.shape
         out = torch.empty_like(self._sums[0])
-        own_extra = landed_extra = None  # without values of its own, this rank returns none
+        own_extra = landed_extra = None  # a rank without extra values returns none
         if self._extra is not None:
             own_extra, landed_extra = self._extras[0], self._landed_extra
         extra_out = None if own_extra is None else torch.empty_like(own_extra)
@@ -158,7 +158,7 @@ class CombineAcrossNodes(Operation):
         return self.rows.new_empty((tokens, self._routing.topk_ids.shape[1]), dtype=weight_dtype(self.rows.dtype))
 
     def _reserve(self, partial_bytes: int) -> None:
-        """The pool serves one segment after the other."""
+        """Makes the pool large enough for each segment. It serves one segment after the other."""
         engine, K = self._engine, self._routing.topk_ids.shape[1]
         most = engine.config.max_tokens_per_rank
         if most is not None:

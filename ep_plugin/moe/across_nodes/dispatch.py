@@ -6,9 +6,9 @@ dispatched inside the node, in a segment beside the node's own tokens. All segme
 1. Ranks of a rail exchange how many rows they have for each other. Then the rows' expert ids cross, and the rows behind
    them.
 2. While rows cross, every segment runs plan and notify, and gets its places in the output. Own tokens wait for no ids.
-3. Own tokens are dispatched while rows cross; each leg's when it has come.
+3. Own tokens are dispatched while rows cross. The tokens of a leg are dispatched when the leg has arrived.
 
-With a capacity, legs have one size, padded with tokens without experts, and the host waits for nothing.
+With a capacity, all legs have one size and the host waits for nothing. Tokens without experts pad a leg to that size.
 
 Shapes: T tokens, H hidden size, K experts per token, L legs, M = L + 1 segments of T_m tokens, N output rows.
 """
@@ -48,7 +48,7 @@ class Payload(NamedTuple):
     weights: torch.Tensor | None
 
     def like(self, num_rows: int) -> Payload:
-        """Memory for as many rows."""
+        """Allocates a payload of `num_rows` rows with the same fields."""
         return self._each(lambda one: one.new_empty((num_rows, one.shape[1])))
 
     def part(self, begin: int, end: int) -> Payload:
@@ -60,8 +60,10 @@ class Payload(NamedTuple):
 
 
 class Ids(NamedTuple):
-    """Expert ids on their way, int32 ``[rows, K]``: packed, of all rows that are sent; landed[i], of those that leg i
-    brings."""
+    """Expert ids that are crossing, int32 ``[rows, K]``.
+
+    packed: the ids of all rows that this rank sends. landed[i]: the ids of the rows that leg i brings.
+    """
 
     packed: torch.Tensor
     landed: Sequence[torch.Tensor]
@@ -117,12 +119,12 @@ class DispatchAcrossNodes(Operation):
             self._reserve(totals)
         self._allocate(totals, fresh)
         self._nodes.enter()
-        # Before the first send: what receives need is there, and they wait for that send by themselves.
+        # This order comes before the first send. What receives need is there by then, and they wait for that send.
         streams.order_after(streams.receive, streams.send)
         self._send_segment(0, self._payload)
 
     def finish(self) -> Tensors:
-        """Receives this node's tokens, then forwards and receives those of other nodes as they come."""
+        """Receives this node's tokens. Then forwards and receives other nodes' tokens as they arrive."""
         engine, streams, routing = self._engine, self._engine.streams, self._routing
         assert routing is not None
         self._receive_segment(0)
@@ -151,7 +153,7 @@ class DispatchAcrossNodes(Operation):
     # -- what start does -----------------------------------------------------------------------------------------
 
     def _make_payload(self) -> Payload:
-        """The rows as they travel: quantised once, for all destinations."""
+        """Returns the rows as they travel: quantised once, for all destinations."""
         engine, call = self._engine, self._call
         if call.quantize is None:
             self._nodes.enter()
@@ -174,7 +176,7 @@ class DispatchAcrossNodes(Operation):
         return Payload(rows, scales, call.weights)
 
     def _headers(self) -> Any:
-        """A function of (operation, number of tokens): the words that ranks compare."""
+        """Returns a function of (operation, number of tokens) that makes the words that ranks compare."""
         engine, K = self._engine, self._call.topk_ids.shape[1]
         rows, scales, weights = self._payload
         self._row_bytes = rows.shape[1] * rows.element_size()
@@ -190,14 +192,14 @@ class DispatchAcrossNodes(Operation):
         return header
 
     def _route(self, header: Any) -> NodesRouting:
-        """Which rows cross to which node, and the expert ids of this node's tokens."""
+        """Decides which rows cross to which node, and finds the expert ids of this node's tokens."""
         nodes, call = self._nodes, self._call
         ids = call.topk_ids
         T = len(ids)
         streams = self._engine.streams
         with streams.on(streams.send):
             indices = nodes.table_index(ids)
-            # A column more, for pairs that no node has.
+            # One more column takes the pairs that no node has.
             needed = torch.zeros((T, nodes.num_nodes + 1), dtype=torch.bool, device=ids.device)
             needed.scatter_(1, nodes.node_of[indices], True)
             needed[:, nodes.node] = False
@@ -226,7 +228,7 @@ class DispatchAcrossNodes(Operation):
         return routing
 
     def _start_ids(self, routing: NodesRouting) -> Ids:
-        """Begins to exchange the expert ids of the rows that cross: on the send stream, also its memory."""
+        """Begins to exchange the expert ids of the rows that cross. Runs and allocates on the send stream."""
         nodes, streams, K = self._nodes, self._engine.streams, routing.topk_ids.shape[1]
         with streams.on(streams.send):
             packed = routing.topk_ids.new_full((sum(routing.sent), K), -1)  # -1: the padding of a leg
@@ -237,7 +239,7 @@ class DispatchAcrossNodes(Operation):
             return Ids(packed, landed, nodes.start_legs(nodes.legs, pairs, "expert ids"))
 
     def _take_ids(self, routing: NodesRouting, ids: Ids) -> None:
-        """Waits for the expert ids of the segments that legs bring."""
+        """Waits for the expert ids of the segments that the legs bring."""
         nodes, streams = self._nodes, self._engine.streams
         with streams.on(streams.send):
             nodes.finish(ids.crossing)
@@ -245,7 +247,7 @@ class DispatchAcrossNodes(Operation):
                 routing.ids(number).copy_(nodes.local_id[nodes.table_index(landed)])
 
     def _cross(self, routing: NodesRouting) -> None:
-        """Begins to send the rows that cross, in the order of the legs, and to receive theirs."""
+        """Begins to send the rows that cross, and to receive other nodes' rows, in the order of the legs."""
         streams = self._engine.streams
         rows, scales, weights = self._payload
         packed = self._packed = self._payload.like(sum(routing.sent))
@@ -294,7 +296,7 @@ class DispatchAcrossNodes(Operation):
         return self._nodes.start_leg(number, pairs)
 
     def _plan_segments(self, routing: NodesRouting, headers: Any, ids: Ids) -> list[int]:
-        """Plans and notifies every segment, and gives it its places in the output. Returns the handle's totals."""
+        """Plans and notifies every segment and places its rows in the output. Returns the handle's totals."""
         nodes, engine, capacity = self._nodes, self._engine, self._call.capacity
         streams, per_segment = engine.streams, []
         for number, tokens in enumerate(routing.tokens):
@@ -332,7 +334,7 @@ class DispatchAcrossNodes(Operation):
         return totals_list
 
     def _reserve(self, totals: list[int]) -> None:
-        """The pool serves one segment after the other."""
+        """Makes the pool large enough for each segment. It serves one segment after the other."""
         engine, most = self._engine, self._engine.config.max_tokens_per_rank
         if most is not None:
             engine.reserve(DISPATCH_POOL, engine.node_size * most * self._slot_bytes)
@@ -353,7 +355,7 @@ class DispatchAcrossNodes(Operation):
         engine.kernels.dispatch_send(args)
 
     def _receive_segment(self, number: int) -> None:
-        """Receives into the whole output, whose arguments become the segment's."""
+        """Receives a segment into the whole output, after setting the receive arguments to this segment's."""
         assert self._routing is not None
         engine, output = self._engine, self._output
         output.comm, output.num_sms = engine.comm, self._sms.receiving
@@ -362,7 +364,7 @@ class DispatchAcrossNodes(Operation):
         engine.kernels.dispatch_recv(output)
 
     def _allocate(self, totals: list[int], fresh: bool) -> None:
-        """Makes the output, and the arguments by which every segment's rows come into it."""
+        """Makes the output, and the receive arguments that all segments share."""
         engine, call = self._engine, self._call
         assert self._routing is not None
         local, words = engine.local_experts, self._routing.plan

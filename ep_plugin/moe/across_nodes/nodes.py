@@ -28,7 +28,7 @@ Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 
 
 class Nodes:
-    """What is the same for all operations of one communicator over several nodes. Also its HandleSizes."""
+    """The facts that all operations of one communicator over several nodes share. It also serves as HandleSizes."""
 
     def __init__(self, engine: HighThroughputEngine) -> None:
         self.engine = engine
@@ -50,19 +50,19 @@ class Nodes:
         self.node_of = torch.tensor(node_of, device=device)
         """``[E + 2]`` by expert id + 1: the node that holds the expert; N for -1 and for E."""
         self.local_id = torch.tensor(local_id, dtype=torch.int32, device=device)
-        """``[E + 2]`` by expert id + 1: the expert's number among those of this node; -1: not here; E_n: no such id."""
+        """``[E + 2]`` by expert id + 1: the expert's number on this node; -1: not on this node; E_n: no such id."""
 
     def bounds(self, num_tokens: int) -> list[int]:
         return chunk_bounds(num_tokens, self.chunks)
 
     def table_index(self, ids: torch.Tensor) -> torch.Tensor:
-        """Expert ids of any value as indices of the tables."""
+        """Returns the indices of `ids` in the tables. Ids may have any value."""
         return ids.clamp(-1, self.engine.config.num_experts).long() + 1
 
     # -- sizes ---------------------------------------------------------------------------------------------------
 
     def words_of(self, num_tokens: int, topk: int, received: Sequence[int]) -> int:
-        """int32 words of the plan of T tokens, beside those that the legs bring."""
+        """Returns the int32 words of a plan of T tokens. received: the tokens that each leg brings, in addition."""
         fixed = num_tokens * self.num_nodes + self.num_segments * self.layout.words
         return fixed + (num_tokens + sum(received)) * (2 * topk + self.engine.node_size)
 
@@ -73,17 +73,17 @@ class Nodes:
         return None if capacity is None else sum(self.padded_slots())
 
     def padded_rows(self) -> list[int]:
-        """Rows of each leg where the host knows no counts: those of the longest chunk of a rank with the most tokens.
+        """Returns the rows of each leg where the host knows no counts.
 
-        A chunk of fewer tokens may be longer than the same chunk of the most tokens, but never than the longest of
-        them.
+        Each leg has room for the longest chunk of a rank with ``max_tokens_per_rank`` tokens. No rank with fewer tokens
+        has a longer chunk, although its i-th chunk may be longer than the i-th chunk of that rank.
         """
         most = self.engine.config.max_tokens_per_rank
         assert most is not None
         return [-(-most // self.chunks)] * len(self.legs)
 
     def padded_slots(self) -> list[int]:
-        """Slots of each segment where the host knows no counts."""
+        """Returns the received slots of each segment where the host knows no counts."""
         most = self.engine.config.max_tokens_per_rank
         assert most is not None
         return [self.engine.node_size * rows for rows in (most, *self.padded_rows())]
@@ -93,8 +93,8 @@ class Nodes:
     def exchange_counts(self, header: Any, counts: torch.Tensor) -> tuple[list[int], list[int]]:
         """Sends every node the header and this rank's rows for it by chunk, and receives theirs. The host waits.
 
-        counts: int64 ``[C, N]``, made on the send stream. Returns the rows that each leg sends, and those that it
-        brings.
+        counts: int64 ``[C, N]``, made on the send stream. Returns the rows that each leg sends, and the rows that each
+        leg brings.
         """
         mine, theirs = self._exchange(header, counts)
         for node in self.engine.rails.nodes:
@@ -104,8 +104,11 @@ class Nodes:
         return sent, [theirs[leg.source][first + leg.chunk] for leg in self.legs]
 
     def agree(self, header: Any, sent: Sequence[int], received: Sequence[int]) -> None:
-        """Raises DisagreementError unless ranks of other nodes run the same operation, with the rows by leg that this
-        rank knows. On GPUs, where the host does not wait for that, it does nothing."""
+        """Raises DisagreementError unless ranks of other nodes run the same operation with the same rows in each leg.
+
+        sent, received: the rows of each leg, as this rank knows them. On GPUs the host does not wait for peers, and
+        this function does nothing.
+        """
         if not self.host_waits:
             return
         counts = torch.zeros(self.chunks, self.num_nodes, dtype=torch.int64, device="cpu")
@@ -118,7 +121,8 @@ class Nodes:
                 raise self._disagreement("rows that cross", leg.source, str(mine), str(rows))
 
     def _exchange(self, header: Any, counts: torch.Tensor) -> tuple[list[list[int]], list[list[int]]]:
-        """Exchanges the header and `counts`, ``[C, N]``. Returns what this rank has sent to each node, and theirs."""
+        """Exchanges the header and `counts`, ``[C, N]``. Returns the words that this rank sent to each node, and the
+        words that each node sent to it."""
         streams = self.engine.streams
         words = [int(getattr(header, name)) for name in _HEADER]
         with streams.on(streams.send):
@@ -126,7 +130,7 @@ class Nodes:
             going = counts.new_empty(self.num_nodes, len(words) + self.chunks)
             going[:, : len(words)].copy_(known.to(counts.device, non_blocking=True))
             going[:, len(words) :].copy_(counts.t())
-            both = torch.stack([going, going])  # this node's row has no other
+            both = torch.stack([going, going])  # nobody sends this node's row of the second half
             landed = both[1]
             nodes = self.engine.rails.nodes
             under_way = self._start(
@@ -141,7 +145,7 @@ class Nodes:
         return mine, theirs
 
     def _on_host(self, tensor: torch.Tensor) -> list[Any]:
-        """The values of a tensor that torch's current stream has made, waited for with a deadline."""
+        """Returns the values of a tensor that torch's current stream makes. Waits for them with a deadline."""
         copy, is_there = self.engine.streams.to_host(tensor)
         most_s = 2 * self.engine.timeout_s + 5.0  # the rail's own deadline comes first, and says more
         until = time.monotonic() + most_s
@@ -150,14 +154,17 @@ class Nodes:
             if time.monotonic() > until:
                 raise EpPluginError(f"{self.engine.name}: the device did not finish step rail in {most_s:g} s")
             time.sleep(0)
-        self.engine.check()  # the end of a wait may be that of the rail
+        self.engine.check()  # the wait may have ended because the rail ended
         return list(copy.tolist())
 
     def start_legs(
         self, legs: Sequence[Leg], pairs: Sequence[Sequence[Pair]], what: str, back: bool = False
     ) -> UnderWay:
-        """Begins to send the first tensor of each pair of each leg, and to receive the second, after torch's current
-        stream. back: from the receivers to the senders of the legs. Empty tensors are left out, on both ends alike."""
+        """Begins to send the first tensor of each pair of each leg, and to receive the second one.
+
+        The messages start after the work on torch's current stream. back: the messages go from the receivers to the
+        senders of the legs. Both ends leave out empty tensors.
+        """
         sends, receives = [], []
         for leg, each in zip(legs, pairs, strict=True):
             to, source = (leg.source, leg.to) if back else (leg.to, leg.source)
@@ -170,7 +177,8 @@ class Nodes:
         return self.start_legs([leg], [pairs], f"{'sums' if back else 'rows'} of chunk {leg.chunk}", back)
 
     def finish(self, under_way: UnderWay) -> None:
-        """Waits for what has begun: on CPUs the host does, with a deadline, on GPUs torch's current stream."""
+        """Waits for messages that have begun. On CPUs the host waits, with a deadline; on GPUs torch's current stream
+        does."""
         with self._on_rail():
             self.engine.rails.wait(under_way)
 
@@ -181,12 +189,12 @@ class Nodes:
             return self.engine.rails.start(sends, receives, what)
 
     def enter(self) -> None:
-        """Lets the send stream use memory that has been made on the caller's stream, or that the caller has passed."""
+        """Lets the send stream use memory that was made on the caller's stream, or that the caller has passed."""
         streams = self.engine.streams
         streams.order_after(streams.send, streams.caller())
 
     def check_capture(self) -> None:
-        """Raises CaptureRefused if a CUDA graph is captured that cannot capture the rail."""
+        """Raises CaptureRefused during the capture of a CUDA graph if the rail cannot be captured."""
         engine = self.engine
         if engine.streams.capturing() and not engine.rails.captures:
             raise CaptureRefused(
@@ -201,7 +209,7 @@ class Nodes:
             yield
 
     def _peer(self, node: int) -> int:
-        """The rank of another node on this rail."""
+        """Returns the rank of node `node` on this rail."""
         return self.engine.node_map.node_ranks(node)[self.engine.index]
 
     def _disagreement(self, word: str, node: int, mine: str, theirs: str) -> DisagreementError:
@@ -211,14 +219,14 @@ class Nodes:
         )
 
     def _check_header(self, node: int, mine: list[int], theirs: list[int]) -> None:
-        """That a rank of another node runs the same operation."""
+        """Raises DisagreementError unless the rank of node `node` runs the same operation."""
         for field, name in enumerate(_HEADER):
             if mine[field] != theirs[field] and name not in _NOT_COMPARED:
                 word, described = self.engine.described(field, mine[field])
                 raise self._disagreement(word, node, described, self.engine.described(field, theirs[field])[1])
 
     def _check_counts(self, node: int, theirs: list[int]) -> None:
-        """That a rank of another node has sent counts that can be."""
+        """Raises EpPluginError unless the counts that the rank of node `node` has sent are possible."""
         engine, rank = self.engine, self._peer(node)
         tokens, counts = theirs[_HEADER.index("num_tokens")], theirs[len(_HEADER) :]
         most = engine.config.max_tokens_per_rank
@@ -231,7 +239,7 @@ class Nodes:
 
 
 def _expert_tables(engine: HighThroughputEngine) -> tuple[list[int], list[int]]:
-    """The node of each expert, and its number on this node, both by expert id + 1."""
+    """Returns the node of each expert, and its number on this node, both by expert id + 1."""
     node_map, local = engine.node_map, engine.local_experts
     node_of, local_id = [node_map.num_nodes], [-1]
     for expert in range(engine.config.num_experts):

@@ -1,12 +1,12 @@
 """The routing of a dispatch over several nodes: one segment's routing after the other, in the tensors of one handle.
 
 plan, int32, one after the other:
-    rail_rows ``[T, N]``   the row of the rail's buffers in which a token goes to each node, -1: it does not
+    rail_rows ``[T, N]``   the row of the rail's buffers in which a token goes to each node, -1: it does not go there
     meta ``[M, W]``        per segment, csrc/common/layout.h's MetaLayout
     per segment            ids ``[T_m, K]`` of this node's experts, send_pos ``[T_m, G]``, pair_pos ``[T_m, K]``
-recv_rows, int32 ``[sum of slots, K]``: the segments' one after the other.
-totals, int64 on the host: as on one node, over all segments, then the rows that each leg sends ``[L]``, the rows that
-    each leg brings ``[L]``, and the slots of each segment ``[M]``. With a capacity, that alone.
+recv_rows, int32 ``[sum of slots, K]``: the recv_rows of the segments, one after the other.
+totals, int64 on the host: the totals as on one node, over all segments; then the rows that each leg sends ``[L]``, the
+    rows that each leg brings ``[L]``, and the slots of each segment ``[M]``. With a capacity: the capacity alone.
 
 Shapes: T tokens, K experts per token, N nodes, G ranks on each, L legs, M = L + 1 segments of T_m tokens.
 """
@@ -29,9 +29,9 @@ _SLOTS, _ROWS, _MAX_ROWS, _MAX_SENT = _C.Total.SLOTS, _C.Total.ROWS, _C.Total.MA
 
 
 class NodesRouting:
-    """A routing of T tokens over `nodes`, in memory that is new or a handle's.
+    """A routing of T tokens over `nodes`, in new memory or in the memory of a handle.
 
-    sent, received: rows of each leg, known to the host.
+    sent, received: the rows that each leg sends and brings, as the host knows them.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class NodesRouting:
         return cls(nodes, topk_ids, sent, received, topk_ids.new_empty(words, dtype=torch.int32))
 
     def ids(self, segment: int) -> torch.Tensor:
-        """``[T_m, K]``"""
+        """Returns a segment's ids of this node's experts, ``[T_m, K]``."""
         return self._part(segment, 0, self.topk_ids.shape[1])
 
     def make_recv_rows(self, slots: Sequence[int]) -> torch.Tensor:
@@ -65,7 +65,7 @@ class NodesRouting:
         return self.recv_rows
 
     def struct(self, segment: int) -> Any:
-        """A segment's routing as kernels see it."""
+        """Returns a segment's routing as kernels read it."""
         engine, (_, K) = self._nodes.engine, self.topk_ids.shape
         tokens, G = self.tokens[segment], engine.node_size
         at = self.plan.data_ptr() + _WORD_BYTES * self._begins[segment]
@@ -86,9 +86,10 @@ class NodesRouting:
         )
 
     def place(self, aligned: int) -> None:
-        """Gives every segment the places of its rows in the one output. Before that each has places of its own.
+        """Gives every segment the places of its rows in the common output.
 
-        aligned: FLAT groups of an expert begin at multiples of this.
+        Before this call each segment has places as in an output of its own. aligned: the FLAT groups of experts begin
+        at multiples of this.
         """
         nodes, at, metas = self._nodes, self._nodes.layout, self.metas
         G, local, M = nodes.engine.node_size, nodes.engine.local_experts, nodes.num_segments
@@ -114,9 +115,11 @@ class NodesRouting:
 
 
 def _starts_of(counts: torch.Tensor, order: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """counts: ``[S, X]``, rows of each source. order: ``[S]``, the sources in the order of their rows.
+    """Computes where the rows of each source begin.
 
-    Returns ``[S, X]``, where the rows of each source begin, and ``[X]``, how many there are. int64.
+    counts: ``[S, X]``, rows of each source. order: ``[S]``, the sources in the order of their rows.
+
+    Returns int64 ``[S, X]``, the first row of each source, and int64 ``[X]``, the rows of all sources.
     """
     ordered = counts.index_select(0, order)
     through = ordered.cumsum(0)
@@ -125,7 +128,8 @@ def _starts_of(counts: torch.Tensor, order: torch.Tensor) -> tuple[torch.Tensor,
 
 
 def routing_of(nodes: Nodes, name: str, handle: DispatchHandle) -> tuple[Routing, NodesRouting]:
-    """A handle's routing. ValueError, with the argument's `name`, when its tensors are not as dispatch made them."""
+    """Returns a handle's routing. Raises ValueError, with the argument's `name`, unless its tensors are as dispatch
+    made them."""
     engine = nodes.engine
     L, first = len(nodes.legs), engine.num_totals
     check_handle_tensors(engine, name, handle, nodes.num_totals)

@@ -23,10 +23,12 @@ _COMBINE, _COMBINE_RECV, _MAX_SENT = int(_C.Op.COMBINE), _C.Step.COMBINE_RECV, _
 class Combine(Operation):
     """One combine, from its operator's arguments to the sums.
 
-    y: ``[N, H]``. weights: ``[N]`` or ``[N, K]``, factors of y's rows. bias: ``[T, H]``. extra: as weights; values that
-    travel beside the rows, and are added up to ``[T, K]``. per_row: False: those of experts elsewhere are left out, and
-    all ranks or none have some, as for the gradient of dispatch's weights; True: all values of a row count, and a rank
-    that has none sends zeros.
+    y: ``[N, H]``.
+    weights: ``[N]`` or ``[N, K]``, factors of y's rows.
+    bias: ``[T, H]``.
+    extra: values in the shape of the weights. They travel beside the rows and are added up to ``[T, K]``.
+    per_row: False: values of experts on other ranks are left out, and either all ranks have values or none has, as for
+        the gradient of dispatch's weights. True: all values of a row count, and a rank without values sends zeros.
     """
 
     name = "combine"
@@ -41,7 +43,7 @@ class Combine(Operation):
     def check(self) -> None:
         engine, routing, given = self._engine, self._routing, (self.rows, self._weights, self._bias, self._extra)
         alike = None
-        if is_bounded(routing):  # others have as many rows as their routing happens to bring
+        if is_bounded(routing):  # without a capacity the number of rows differs from call to call
             alike = call_of(_C.form_of(*given), rows_of(engine, routing), *routing.tensors.topk_ids.shape)
         if not engine.known.find(alike):
             check_combine(engine, *given, routing)
@@ -69,7 +71,7 @@ class Combine(Operation):
             engine.kernels.combine(send, recv)
 
     def finish(self) -> Tensors:
-        """Adds the partial rows: the sums ``[T, H]``, and those of the extra values ``[T, K]`` if it has some."""
+        """Adds the partial rows. Returns the sums ``[T, H]``, and the sums ``[T, K]`` of the extra values, if any."""
         engine, streams = self._engine, self._engine.streams
         if self._sums is None:
             recv = self._recv_args(self._sms.receiving, streams.receive)
@@ -101,7 +103,7 @@ class Combine(Operation):
         return engine.room_for(COMBINE_POOL, routing.totals[_MAX_SENT] * partial_bytes)
 
     def _recv_args(self, num_sms: int, stream: int) -> Any:
-        """The receiving kernel's arguments. Also makes the memory of the sums."""
+        """Returns the receiving kernel's arguments. Also allocates the sums."""
         y, extra = self.rows, self._extra
         T, K = self._routing.tensors.topk_ids.shape
         out, extra_out = y.new_empty((T, y.shape[1])), None if extra is None else extra.new_empty((T, K))
@@ -110,5 +112,5 @@ class Combine(Operation):
 
 
 def extra_bytes(y: torch.Tensor, extra: torch.Tensor | None, per_row: bool) -> int:
-    """Of an extra value that travels beside the rows of `y`; 0: none do."""
+    """Returns the bytes of one extra value that travels beside the rows of `y`, or 0 if none travel."""
     return weight_dtype(y.dtype).itemsize if per_row or extra is not None else 0

@@ -1,10 +1,10 @@
 """Dispatch: the order of its kernels, and where the host waits.
 
-A dispatch that makes its routing runs plan, notify and send on the send stream. The host reads the totals while rows
-are sent, allocates the output, and enqueues receive on the receive stream. Rows that have arrived would wait for the
-host meanwhile. So when earlier dispatches of that shape brought about as many rows, receive is enqueued *early*: before
-the totals are known, into an output with room for a little more. A cached dispatch (previous_handle) and one with a
-capacity wait for no totals. The same path serves CPU and CUDA.
+A dispatch that makes its routing runs plan, notify and send on the send stream. While rows are sent, the host reads the
+totals, allocates the output, and enqueues receive on the receive stream. Rows that have arrived would wait for the host
+meanwhile. So if earlier dispatches of that shape all brought about the same number of rows, receive is enqueued
+*early*: before the totals are known, into an output with room for a little more. A cached dispatch (previous_handle)
+and one with a capacity wait for no totals. The same path serves CPU and CUDA.
 
 Shapes: T tokens, H hidden size, K experts per token, R ranks, E_l local experts, N output rows, S received slots.
 """
@@ -42,7 +42,7 @@ class Dispatch(Operation):
         self._engine = engine
         self.rows = bulk_ready("x", x)
         self._call = DispatchCall(self.rows, topk_ids, weights, scales, known, capacity, quantize)
-        self._ticket = 0  # of the totals that the host waits for; 0: it waits for none
+        self._ticket = 0  # names the totals that the host waits for; 0: it waits for none
         self._known: list[int] = []  # the totals, once the host knows them
         self._reserved = False  # the pool is known to be large enough
         self._sent = False  # send has been launched; without _reserved it sends nothing into a pool that is too small
@@ -54,7 +54,7 @@ class Dispatch(Operation):
     def check(self) -> None:
         engine, call = self._engine, self._call
         form = _C.form_of(call.x, call.topk_ids, call.weights, call.scales)
-        # The host knows the totals of a routing, and they bound the capacity: each is a call of its own.
+        # With a previous_handle, the bound of the capacity differs between handles. So such a call is always checked.
         alike = None if call.previous is not None else call_of(form, call.capacity, call.quantize)
         if not engine.known.find(alike):
             check_dispatch(engine, call)
@@ -87,7 +87,7 @@ class Dispatch(Operation):
             engine.kernels.dispatch_send(self._send_args())
 
     def finish(self) -> Tensors:
-        """Receives what was sent, and waits for the totals where the host must know them."""
+        """Receives the rows, and waits for the totals if the host must know them."""
         engine, streams = self._engine, self._engine.streams
         if self._result is not None:  # everything is enqueued
             streams.order_after(streams.caller(), streams.send)
@@ -111,7 +111,7 @@ class Dispatch(Operation):
     # -- what start enqueues -------------------------------------------------------------------------------------
 
     def _prepare(self) -> None:
-        """The words to compare, the SMs, and the memory of the routing that this dispatch makes or reuses."""
+        """Sets the words that ranks compare, the SMs, and the memory of the routing that is made or reused."""
         engine, call, previous = self._engine, self._call, self._call.previous
         x, scales, weights = call.x, call.scales, call.weights
         T, K = call.topk_ids.shape
@@ -141,7 +141,7 @@ class Dispatch(Operation):
         self._struct = engine.routing_struct(self._topk_ids, self._plan, None)
 
     def _send_and_receive_in_one(self) -> None:
-        """One kernel sends and receives, so its output must exist before anything is sent."""
+        """Sends and receives in one kernel. So the output must exist before anything is sent."""
         engine, streams = self._engine, self._engine.streams
         send = self._send_args()
         recv = self._recv_args(self._sms.sending, streams.send)
@@ -159,9 +159,9 @@ class Dispatch(Operation):
     # -- what finish enqueues ------------------------------------------------------------------------------------
 
     def _receive_by_totals(self, args: Any) -> None:
-        """Receives early if possible, and waits for the totals. Then receives if that was not possible, or too small.
+        """Receives early if possible, and waits for the totals. If that failed or had too little room, receives then.
 
-        The host does everything that it can before it waits: rows may have arrived by then.
+        The host does everything that it can before it waits, since rows may have arrived by the end of the wait.
         """
         engine, streams = self._engine, self._engine.streams
         room = self._receive_early(args) if self._sent else None
@@ -173,7 +173,7 @@ class Dispatch(Operation):
         engine.expected.saw(self._call.topk_ids.shape, needed)
         if self._reserve_by_totals():
             engine.kernels.dispatch_send(self._send_args())
-            # Behind all of the send, since wait_for_sender may have let the receive stream pass already.
+            # The receive must follow the whole send, since wait_for_sender may have let the receive stream pass.
             streams.order_after(streams.caller(), streams.send)
         elif room is not None and needed.fit(room):
             self._cut(needed)
@@ -183,9 +183,9 @@ class Dispatch(Operation):
         self._receive(args, wait_for_sender=False)
 
     def _receive_early(self, args: Any) -> Rows | None:
-        """Receives before the totals are there, into an output with the returned room.
+        """Receives before the totals are known, into an output with the returned room.
 
-        None: they are there already, will never come, or cannot be guessed.
+        Returns None, and receives nothing, if the totals are known, will never come, or cannot be guessed.
         """
         engine = self._engine
         if engine.has_totals(self._ticket) or not engine.boards.quiet():
@@ -196,7 +196,7 @@ class Dispatch(Operation):
         try:
             self._allocate(args, room)
         except torch.OutOfMemoryError:
-            return None  # what is needed may be less
+            return None  # the output may need less memory than this room
         args.optimistic = 1
         self._receive(args)
         args.optimistic = 0
@@ -222,7 +222,7 @@ class Dispatch(Operation):
         engine.load.dispatched(*given, self._layer)
 
     def _reserve_by_totals(self) -> bool:
-        """Grows every rank's pool where some rank's is too small. Returns whether rows must be sent now, or again."""
+        """Grows every rank's pool if the pool of any rank is too small. Returns whether rows must be sent (again)."""
         engine = self._engine
         if self._reserved:
             return False
@@ -233,7 +233,7 @@ class Dispatch(Operation):
         return not self._sent or engine.pool_bytes(DISPATCH_POOL) != before
 
     def _cut(self, needed: Rows) -> None:
-        """Shrinks an output with room for more to the rows `needed`. The memory behind it stays as large."""
+        """Shrinks an output that has room for more rows to the rows `needed`. The memory behind it keeps its size."""
         result = self._result
         assert result is not None and self._recv_rows is not None
         for tensor in (result.tokens, result.scales, result.weights, result.ids):
@@ -247,25 +247,25 @@ class Dispatch(Operation):
         self._known = self._engine.wait_totals(self._ticket, self._totals, self._host_counts)
 
     def _remember_routing(self) -> None:
-        """The handle that this dispatch makes needs no check as long as it is among the communicator's latest."""
+        """Remembers the handle that this dispatch makes: while it is among the latest ones, it needs no check."""
         if self._call.previous is None:
             self._engine.routings.remember(self._routing_tensors(), self._struct, self._known)
 
     def _routing_tensors(self) -> tuple[Any, ...]:
-        """The tensors of the handle, of which recv_rows is not made at first."""
+        """Returns the tensors of the handle. recv_rows is None until it is made."""
         return self._topk_ids, self._plan, self._recv_rows, self._totals
 
     def _outputs(self) -> Tensors:
-        """The operator's results; the handle's tensors are among them if this dispatch makes the routing."""
+        """Returns the operator's results. They include the handle's tensors if this dispatch makes the routing."""
         assert self._result is not None
         return self._result if self._call.previous is not None else (*self._result, *self._routing_tensors())
 
     # -- sizes ---------------------------------------------------------------------------------------------------
 
     def _pool_bytes(self) -> int | None:
-        """Bytes that every rank's pool needs: R regions, each as large as the fullest.
+        """Returns the bytes that every rank's pool needs: R regions, each as large as the fullest one.
 
-        By the configuration's bound, else by the totals; None before those are known.
+        The size follows from the configuration's bound, else from the totals. None before the totals are known.
         """
         engine = self._engine
         if engine.config.max_tokens_per_rank is not None:
@@ -275,7 +275,7 @@ class Dispatch(Operation):
         return engine.room_for(DISPATCH_POOL, engine.size * self._known[_MAX_ROWS] * self._slot_bytes)
 
     def _output_rows(self) -> Rows:
-        """The rows of the output, and the slots of the routing."""
+        """Returns the rows of the output, and the slots of the routing."""
         engine, capacity, totals = self._engine, self._call.capacity, self._known
         if capacity is not None:
             return Rows(capacity, engine.size * (engine.config.max_tokens_per_rank or 0))
@@ -297,7 +297,7 @@ class Dispatch(Operation):
         )
 
     def _recv_args(self, num_sms: int, stream: int) -> Any:
-        """The arguments of receive that do not depend on the totals. Also makes the memory of the counts."""
+        """Returns the arguments of receive that do not depend on the totals. Also allocates the counts."""
         local, call, words = self._engine.local_experts, self._call, self._plan
         self._expert_counts, self._expert_offsets = words.new_empty(local), words.new_empty(local + 1)
         self._limits = self._host_counts = None
@@ -319,7 +319,8 @@ class Dispatch(Operation):
         )
 
     def _allocate(self, args: Any, room: Rows) -> None:
-        """Makes the output and the routing's recv_rows, and enters them and the pools as they are now in `args`."""
+        """Makes the output and the routing's recv_rows. Sets their addresses, and those of the present pools, in
+        `args`."""
         made = empty_rows(self._call, self._engine.flat, room.output)
         counts = self._expert_counts, self._expert_offsets, self._limits, self._host_counts
         result = self._result = DispatchResult(*made, *counts)
@@ -339,7 +340,7 @@ class Dispatch(Operation):
 def empty_rows(
     call: DispatchCall, flat: bool, rows: int | torch.SymInt
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor]:
-    """Memory for `rows` output rows: tokens, scales, weights and ids, as in DispatchResult."""
+    """Allocates `rows` output rows: tokens, scales, weights and ids, as in DispatchResult."""
     x, scales, weights = call.x, call.scales, call.weights
     beside = (rows,) if flat else (rows, call.topk_ids.shape[1])
     row_scales: torch.Tensor | None

@@ -1,4 +1,4 @@
-"""The engine of high-throughput communicators: peer memory, pools, board, kernels, and how it fails and closes."""
+"""The engine of high-throughput communicators: peer memory, pools, board, kernels, failure and closing."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from ep_plugin.transport.exchange import Exchange
 from ep_plugin.transport.peer import PeerBuffer
 from ep_plugin.transport.rail import MOST_CTAS
 
-# Plain ints, since an enum's hash is a call of Python, and they are looked up at every operation.
+# These are plain ints: they are looked up at every operation, and hashing an enum calls Python code.
 DISPATCH_POOL, COMBINE_POOL = int(_C.Pool.DISPATCH), int(_C.Pool.COMBINE)
 _WORD_BYTES = 4
 _FIELD_NAMES = {"op": "operation", "topk": "top-k", "config_hash": "config", "num_tokens": "number of tokens"}
@@ -39,14 +39,15 @@ _HEADER_WORDS = ("op", "row_bytes", "scale_bytes", "weight_bytes", "topk", "dtyp
 
 @functools.lru_cache(maxsize=1024)  # by position: keywords would double the time of a hit
 def _header(layout: int, config_hash: int, *words: int) -> Any:
-    """Most calls resemble an earlier one. Never changed."""
+    """Makes a header, or returns an earlier one of the same words: most calls resemble an earlier call. Do not change
+    it."""
     return _C.Header(layout=layout, config_hash=config_hash, **dict(zip(_HEADER_WORDS, words, strict=True)))
 
 
 class HighThroughputEngine(GroupEngine):
     """The resources of one communicator. Construction is collective over `group`; so is every growth of a pool.
 
-    Kernels, boards and pools are those of the ranks of this node, G of the group's R ranks.
+    Kernels, boards and pools serve the ranks of this node: G of the group's R ranks.
     """
 
     def __init__(self, group: dist.ProcessGroup, config: MoECommunicatorConfig, device: torch.device) -> None:
@@ -69,7 +70,7 @@ class HighThroughputEngine(GroupEngine):
         self.known = KnownCalls()
         self._tickets = 0
         self.reserved = 0
-        """Calls of `reserve`; peers compare it when they grow a pool."""
+        """The number of calls of `reserve`. Peers compare it when they grow a pool."""
         self._pools: dict[int, PeerBuffer] = {}
         super()._construct(group)
 
@@ -95,7 +96,7 @@ class HighThroughputEngine(GroupEngine):
     # -- SMs -----------------------------------------------------------------------------------------------------
 
     def set_sms(self, counts: dict[str, int | None]) -> None:
-        """Sets the SM counts of later operations: `counts` where it has them, else the configuration's."""
+        """Sets the SM counts of later operations. Counts that `counts` does not have come from the configuration."""
         unknown = set(counts) - set(SMS_FIELDS)
         if unknown:
             raise ValueError(f"set_sms: expected names among {', '.join(SMS_FIELDS)}, got {', '.join(sorted(unknown))}")
@@ -103,38 +104,40 @@ class HighThroughputEngine(GroupEngine):
         asked = sms.asked_of(dataclasses.replace(self.config, **given), self._usable_sms)  # type: ignore[arg-type]
         before, self._sms, self.asked_sms = self._sms, asked, counts
         if any((old[1] == 0) != (new[1] == 0) for old, new in zip(before, asked, strict=True)):
-            # Receiving changes its stream, and must find the epoch of the operation before.
+            # Receiving moves to another stream, and must find the epoch of the previous operation there.
             streams = self.streams
             streams.order_after(streams.receive, streams.send)
             streams.order_after(streams.send, streams.receive)
 
     def dispatch_sms(self, num_tokens: int, row_bytes: int, topk: int, quantize: bool) -> sms.KernelSms:
-        """The SMs of a dispatch of T = num_tokens; row_bytes: on the wire, with scales. Ranks may differ."""
+        """Returns the SMs of a dispatch of T = num_tokens. row_bytes: bytes of a row on the wire, with scales. Ranks
+        may differ."""
         small = num_tokens <= sms.SMALL_BATCH_TOKENS
         return sms.fitted(
             self._sms[0], self._usable_sms, sms.for_dispatch(self.node_size, small, row_bytes, topk, quantize)
         )
 
     def combine_sms(self, num_tokens: int, row_bytes: int, topk: int) -> sms.KernelSms:
-        """The SMs of a combine to T = num_tokens; row_bytes: of a partial row."""
+        """Returns the SMs of a combine to T = num_tokens. row_bytes: bytes of a partial row."""
         small, terms_of = num_tokens <= sms.SMALL_BATCH_TOKENS, topk if self.flat else 1  # TOKEN_MAJOR rows are sums
         return sms.fitted(self._sms[1], self._usable_sms, sms.for_combine(self.node_size, small, row_bytes, terms_of))
 
     # -- pools ---------------------------------------------------------------------------------------------------
 
     def pool_bytes(self, pool: int) -> int:
-        """The size of this rank's `pool`; 0: not allocated yet."""
+        """Returns the size of this rank's `pool`; 0 if it is not allocated yet."""
         return self._pools[pool].nbytes if pool in self._pools else 0
 
     def room_for(self, pool: int, needed: int) -> int:
-        """`needed` bytes if `pool` has them, else a quarter more: slow growth must not replace it each time."""
+        """Returns `needed` if `pool` has as many bytes, else a quarter more, so that slow growth replaces pools
+        rarely."""
         return needed if needed <= self.pool_bytes(pool) else max(needed + needed // 4, 4096)
 
     def reserve(self, pool: int, nbytes: int) -> None:
         """Makes every rank's pool at least `nbytes` large. All ranks call it once for each operation, before its send.
 
-        Growing is collective. If a rank need not grow where a peer must, their rows differ in size, and the peer raises
-        DisagreementError.
+        Growing is collective. If one rank has to grow its pool and a peer has not, their rows differ in size, and the
+        rank that grows raises DisagreementError.
         """
         if self.pool_bytes(pool) < nbytes:
             self._grow(pool, nbytes)
@@ -142,7 +145,7 @@ class HighThroughputEngine(GroupEngine):
         self.boards.set_reserved_pools(self.reserved)
 
     def _grow(self, pool: int, nbytes: int) -> None:
-        """Closes the old pool only after every rank has finished everything that reads or writes it."""
+        """Replaces a pool. Closes the old one only after every rank has finished everything that reads or writes it."""
         name = f"{_C.Pool(pool).name.lower()} pool"
         if self.streams.capturing():
             raise CaptureRefused(
@@ -163,7 +166,7 @@ class HighThroughputEngine(GroupEngine):
         self.comm.set_pool(pool, list(block.ptrs), block.nbytes)
 
     def disagreement_on_pool(self, pool: str, nbytes: int, rank: int, theirs: str) -> DisagreementError:
-        """The error when two ranks need pools of different sizes for one operation."""
+        """Returns the error for two ranks that need pools of different sizes for one operation."""
         return DisagreementError(
             f"{DISAGREE_ON} one call of {self.name}: the {pool} needs {nbytes} bytes on rank {self.rank}, "
             f"{theirs} on rank {rank}: the shapes or dtypes of their rows differ"
@@ -172,16 +175,17 @@ class HighThroughputEngine(GroupEngine):
     # -- routings ------------------------------------------------------------------------------------------------
 
     def plan_words(self, num_tokens: int, topk: int, capacity: int | None = None) -> int:
-        """int32 words of a plan on this node: meta, then send_pos ``[T, G]``, then pair_pos ``[T, K]``."""
+        """Returns the int32 words of a plan on this node: meta, then send_pos ``[T, G]``, then pair_pos ``[T, K]``."""
         return self.meta_words + num_tokens * (self.node_size + topk)
 
     def slots(self, capacity: int | None) -> int | None:
-        """Rows of a handle's recv_rows; None: known only when dispatch has run."""
+        """Returns the rows of a handle's recv_rows; None if they are known only when dispatch has run."""
         most = self.config.max_tokens_per_rank
         return None if capacity is None or most is None else self.node_size * most
 
     def routing(self, name: str, tensors: Sequence[torch.Tensor], comm: int) -> Routing:
-        """A handle, checked. ValueError, with the argument's `name`, when its tensors are not as dispatch made them."""
+        """Checks a handle and returns its routing. Raises ValueError, with the argument's `name`, unless its tensors
+        are as dispatch made them."""
         handle = DispatchHandle._make((*tensors, comm))
         known = self.routings.find(handle)
         if known is not None:
@@ -190,11 +194,12 @@ class HighThroughputEngine(GroupEngine):
         return Routing(handle, self.routing_struct(*handle[:3]), handle.totals.tolist())
 
     def header(self, *words: int) -> Any:
-        """The words that ranks compare at an operation: `words`, as in _HEADER_WORDS, and the communicator's."""
+        """Returns the words that ranks compare at an operation: `words`, as in _HEADER_WORDS, and the communicator's
+        own words."""
         return _header(self.layout, self.config_hash, *words)
 
     def routing_struct(self, topk_ids: torch.Tensor, plan: torch.Tensor, recv_rows: torch.Tensor | None) -> Any:
-        """The routing as kernels see it; without `recv_rows`, as it is before dispatch has made them."""
+        """Returns the routing as kernels read it. recv_rows is None before dispatch has made it."""
         T, K = topk_ids.shape
         meta = plan.data_ptr()
         send_pos = meta + _WORD_BYTES * self.meta_words
@@ -214,22 +219,24 @@ class HighThroughputEngine(GroupEngine):
     # -- waiting -------------------------------------------------------------------------------------------------
 
     def wait_for_sender(self, step: Any, fresh: bool = False) -> None:
-        """Delays the receive stream until this rank's own sender runs. fresh: of a dispatch without previous_handle."""
+        """Delays the receive stream until this rank's own sender runs. fresh: the sender belongs to a dispatch without
+        previous_handle."""
         self.kernels.wait_for_sender(
             _C.WaitForSenderArgs(comm=self.comm, step=step, fresh=int(fresh), stream=self.streams.receive)
         )
 
     def next_ticket(self) -> int:
-        """A number for the totals of the next notify, by which the host waits for them."""
+        """Returns a number that names the totals of the next notify. The host waits for the totals by this number."""
         self._tickets += 1
         return self._tickets
 
     def has_totals(self, ticket: int) -> bool:
-        """Whether the totals of notify `ticket` are there."""
+        """Whether the totals of notify `ticket` have arrived."""
         return self.boards.wait_ticket(ticket, 0.0)
 
     def wait_totals(self, ticket: int, copy: torch.Tensor, expert_counts: torch.Tensor) -> list[int]:
-        """The totals of notify `ticket`, see Boards.totals. Raises the first error, or PeerTimeout at the deadline."""
+        """Waits for the totals of notify `ticket` and returns them, see Boards.totals. Raises the communicator's first
+        error, or PeerTimeout at the deadline."""
         most_s = 2 * self.timeout_s + 5.0  # the kernel's own deadline starts later, comes first, and says more
         if not self.boards.wait_ticket(ticket, most_s):
             self.check()
@@ -248,7 +255,8 @@ class HighThroughputEngine(GroupEngine):
 
 
 def _watch_of(engine: HighThroughputEngine, growing: tuple[str, int]) -> Callable[[], None]:
-    """The check that ends an exchange early: after an abort, or when a peer leaves the `growing` pool (name, bytes)."""
+    """Returns the check that ends an exchange early: after an abort, or if a peer does not grow the pool `growing`
+    (name, bytes) with this rank."""
     found = weakref.ref(engine)
 
     def watch() -> None:

@@ -19,7 +19,11 @@ _TOKEN_MAJOR = int(_C.Layout.TOKEN_MAJOR)
 def plan_and_notify(
     engine: HighThroughputEngine, struct: Any, header: Any, ids: torch.Tensor, block_counts: torch.Tensor, ticket: int
 ) -> None:
-    """ids: ``[T, K]``. block_counts: memory for plan. ticket: of the totals, see `HighThroughputEngine.next_ticket`."""
+    """Enqueues plan and notify on the send stream.
+
+    ids: ``[T, K]``. block_counts: memory that plan uses. ticket: names the totals, see
+    `HighThroughputEngine.next_ticket`.
+    """
     common = {"comm": engine.comm, "routing": struct, "stream": engine.streams.send}
     common["block_counts"] = block_counts.data_ptr()
     engine.kernels.plan(_C.PlanArgs(ids=ids.data_ptr(), id_bytes=ids.element_size(), **common))
@@ -36,7 +40,7 @@ def dispatch_send_args(
     weights: torch.Tensor | None,
     **more: int,
 ) -> _C.DispatchSendArgs:
-    """x: ``[T, H]``; scales and weights of its rows."""
+    """Returns the arguments of dispatch send. x: ``[T, H]``. scales, weights: the scales and weights of its rows."""
     return _C.DispatchSendArgs(
         comm=engine.comm,
         routing=struct,
@@ -61,8 +65,11 @@ def combine_send_args(
     extra: torch.Tensor | None,
     per_row: bool,
 ) -> _C.CombineSendArgs:
-    """y: ``[N, H]``; weights and extra values of its rows. per_row: as in Combine. common: what sending and receiving
-    have in common."""
+    """Returns the arguments of combine send.
+
+    common: the arguments that sending and receiving share. y: ``[N, H]``. weights, extra: the weights and extra values
+    of its rows. per_row: as in Combine.
+    """
     return _C.CombineSendArgs(
         y=y.data_ptr(),
         rows=y.shape[0],
@@ -83,7 +90,8 @@ def combine_recv_args(
     extra: torch.Tensor | None,
     bias: torch.Tensor | None = None,
 ) -> _C.CombineRecvArgs:
-    """Partial rows are added to out ``[T, H]``, extra values to extra ``[T, K]``."""
+    """Returns the arguments of combine receive. out: ``[T, H]``, for the sums of partial rows. extra: ``[T, K]``, for
+    the sums of extra values. common: as in `combine_send_args`."""
     return _C.CombineRecvArgs(
         out=out.data_ptr(),
         bias=address(bias),

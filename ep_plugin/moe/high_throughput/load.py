@@ -1,7 +1,7 @@
 """Load statistics of high-throughput communicators, from the sums of their operations' routing metadata.
 
-Every word of the metadata (csrc/common/layout.h: MetaLayout) that is read here is a count or a difference of counts, so
-the sums over operations are the counts of all of them.
+Every word of the metadata (csrc/common/layout.h: MetaLayout) that is read here is a count or a difference of counts. So
+the sum of a word over operations is the count of all these operations.
 
 Shapes: R ranks, G ranks on this node, M segments (1 on one node), E_l local experts, W words of a segment's metadata.
 """
@@ -22,7 +22,7 @@ _DROPPED_IDS, _DROPPED_ROWS = "dropped ids", "dropped rows"
 
 
 class Source(NamedTuple):
-    """Tokens of `rank`, or of a chunk of them: those that `local_rank` sends in `segment`."""
+    """Tokens of `rank`, all or one chunk of them. `local_rank` sends them in `segment`."""
 
     segment: int
     local_rank: int
@@ -30,8 +30,11 @@ class Source(NamedTuple):
 
 
 class _Kind(NamedTuple):
-    """Operations whose rows are alike. row_bytes: of a row as it travels, with what is beside it. layer: of dispatches
-    that make a routing."""
+    """Operations whose rows are alike.
+
+    row_bytes: bytes of a row as it travels, with its scales, weights and ids. layer: the name of the layer that started
+    the operations; only for dispatches that make a routing.
+    """
 
     op: int
     row_bytes: int
@@ -40,7 +43,10 @@ class _Kind(NamedTuple):
 
 
 class HighThroughputLoad:
-    """sources: in the order of their rows in the output; None: the ranks of the one node."""
+    """Counts the operations of one communicator.
+
+    sources: in the order of their rows in the output; None: the ranks of the one node.
+    """
 
     def __init__(
         self, engine: GroupEngine, layout: Any, local_experts: int, sources: Sequence[Source] | None = None
@@ -67,8 +73,11 @@ class HighThroughputLoad:
         capacity: int | None,
         layer: str | None,
     ) -> None:
-        """plan: int32, begins with the metadata ``[M, W]``. slot: bytes of a row, its scales and a weight, and K.
-        topk_ids: ``[T, K]``, with -1s where the caller had them. layer: that has started the dispatch."""
+        """Adds a dispatch.
+
+        plan: int32, begins with the metadata ``[M, W]``. slot: bytes of a row, of its scales and of a weight, and K.
+        topk_ids: ``[T, K]``, with -1 wherever the caller had -1. layer: the layer that has started the dispatch.
+        """
         if not Sums.recording:
             return
         row_bytes, topk = _C.sent_slot_bytes(*slot), slot[3]
@@ -76,7 +85,7 @@ class HighThroughputLoad:
         self._sums.add(kind, self._metas(plan))
         if not is_fresh:
             return
-        if not self._is_one_node:  # else they follow from the metadata
+        if not self._is_one_node:  # on one node the dropped ids follow from the metadata
             self._sums.add_made(_DROPPED_IDS, lambda: (topk_ids == -1).sum(dtype=torch.int32))
         if capacity is not None:
             at = self._layout
@@ -84,13 +93,16 @@ class HighThroughputLoad:
             self._sums.add_made(_DROPPED_ROWS, lambda: (self._metas(plan)[0, needed] - capacity).clamp_(min=0))
 
     def combined(self, plan: torch.Tensor, row_bytes: int, extra_bytes: int, topk: int) -> None:
-        """plan: as in `dispatched`. row_bytes: of a partial row. extra_bytes: of a value that travels back for each
-        pair; 0 without."""
+        """Adds a combine.
+
+        plan: as in `dispatched`. row_bytes: bytes of a partial row. extra_bytes: bytes of a value that travels back for
+        each pair; 0 if none does.
+        """
         if Sums.recording:
             self._sums.add(_Kind(_COMBINE, row_bytes + extra_bytes * topk, topk), self._metas(plan))
 
     def read(self) -> LoadStats:
-        """Waits for the operations that are enqueued."""
+        """Returns the load. Waits for the operations that are enqueued."""
         sums, waited = self._sums.read(lambda: self._waited - self._waited_before)
         at, G = self._layout, len(self._node_ranks)
         sent = received = 0
@@ -98,7 +110,7 @@ class HighThroughputLoad:
         tokens = torch.zeros(self._size, self._local_experts, dtype=torch.int64, device="cpu")
         layers: dict[str, torch.Tensor] = {}
         for kind, metas in sums.items():
-            ours = metas[:, at.rank_count : at.rank_count + G].sum(0)  # rows of this rank for each
+            ours = metas[:, at.rank_count : at.rank_count + G].sum(0)  # rows of this rank for each rank
             theirs = metas[:, at.recv_offset : at.recv_offset + G + 1].diff(dim=1).sum(0)
             outgoing, incoming = (theirs, ours) if kind.op == _COMBINE else (ours, theirs)
             sent += kind.row_bytes * int(outgoing.sum() - outgoing[self._index])
@@ -141,12 +153,16 @@ class HighThroughputLoad:
         self._before = self._growing()
 
     def _metas(self, plan: torch.Tensor) -> torch.Tensor:
-        """``[M, W']``: the words that no kernel writes after notify."""
+        """Returns the words of the metadata that no kernel writes after notify, ``[M, W']``."""
         M, W = self._num_segments, self._layout.words
         return plan.as_strided((M, self._layout.send_chunk_end), (W, 1))
 
     def _tokens(self, metas: torch.Tensor) -> torch.Tensor:
-        """``[R, E_l]``: where the rows of a source begin among an expert's, taken from where the next source's do."""
+        """Returns the tokens ``[R, E_l]`` from each rank for each local expert.
+
+        An expert's rows are ordered by source. So the count of a source is where the next source's rows begin, minus
+        where its own rows begin.
+        """
         at, local, G = self._layout, self._local_experts, len(self._node_ranks)
         begins = metas[:, at.flat_base : at.flat_base + G * local].view(len(metas), G, local)
         segments, local_ranks, ranks = (torch.tensor(each, device="cpu") for each in zip(*self._sources, strict=True))
@@ -155,8 +171,8 @@ class HighThroughputLoad:
         return counts.new_zeros(self._size, local).index_add_(0, ranks, counts)
 
     def _growing(self) -> torch.Tensor:
-        """int64 ``[2 + R]``, which rails count since construction, recording or not: bytes sent and received, and waits
-        for each rank."""
+        """Returns what rails count since construction, also while nothing is recorded, int64 ``[2 + R]``: bytes sent,
+        bytes received, and nanoseconds waited for each rank."""
         rails = self._rails
         counted = torch.zeros(2 + self._size, dtype=torch.int64, device="cpu")
         counted[0], counted[1] = rails.bytes_sent, rails.bytes_received

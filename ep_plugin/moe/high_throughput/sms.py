@@ -1,4 +1,4 @@
-"""How many SMs the kernels of dispatch and combine run on: the counts asked for, else as many as fill the links.
+"""The SM counts of dispatch and combine kernels: the configured counts, else as many SMs as fill the links.
 
 The time of a row on an SM, divided by its time on the links, is the number of SMs that fill the links. It grows when
 rows are narrow, are sums of many terms, or mostly stay on this rank. More SMs would only queue for the links. The
@@ -27,22 +27,22 @@ MOST_SMS = 2**31 - 1  # the largest count that a kernel's arguments can hold
 
 
 class KernelSms(NamedTuple):
-    """SMs of an operation's two kernels, which run at the same time. receiving 0: one kernel sends and receives."""
+    """SMs of an operation's two kernels, which run at the same time. receiving=0: one kernel sends and receives."""
 
     sending: int
     receiving: int
 
     def in_two_kernels(self) -> KernelSms:
-        """The same where no kernel does both, as between nodes."""
+        """Returns the counts for operations whose sending kernel never receives, as between nodes."""
         return KernelSms(self.sending, max(1, self.receiving))
 
 
 Asked: TypeAlias = tuple[int | None, int | None]
-"""Sending and receiving SMs as the configuration has them; None: not asked for."""
+"""Sending and receiving SMs as the configuration gives them; None: not given."""
 
 
 def asked_of(config: MoECommunicatorConfig, usable: int) -> tuple[Asked, Asked]:
-    """The counts that `config` asks for, for dispatch and for combine. ValueError above `usable`."""
+    """Returns the counts that `config` gives for dispatch and for combine. Raises ValueError above `usable`."""
     asked = (config.dispatch_send_sms, config.dispatch_recv_sms), (config.combine_send_sms, config.combine_recv_sms)
     for (sending, receiving), first, second in zip(asked, SMS_FIELDS[::2], SMS_FIELDS[1::2], strict=True):
         if (sending or 1) + (1 if receiving is None else receiving) > usable:
@@ -54,7 +54,7 @@ def asked_of(config: MoECommunicatorConfig, usable: int) -> tuple[Asked, Asked]:
 
 
 def usable_sms(device: torch.device) -> int:
-    """The most SMs that a sending and a receiving kernel may hold together. On CPUs the counts have no effect."""
+    """Returns the most SMs that a sending and a receiving kernel may hold together. On CPUs counts have no effect."""
     if device.type != "cuda":
         return MOST_SMS
     return max(torch.cuda.get_device_properties(device).multi_processor_count - FREE_SMS, 2)
@@ -62,8 +62,11 @@ def usable_sms(device: torch.device) -> int:
 
 @functools.lru_cache(maxsize=1024)
 def for_dispatch(ranks: int, small: bool, row_bytes: int, topk: int, quantize: bool) -> KernelSms:
-    """The SMs of a dispatch when none are asked for. row_bytes: on the wire, with scales. topk: experts per token.
-    small: at most SMALL_BATCH_TOKENS tokens. quantize: rows are quantised as they are sent."""
+    """Returns the SMs of a dispatch if the configuration gives none.
+
+    row_bytes: bytes of a row on the wire, with scales. topk: experts per token. small: the batch has at most
+    SMALL_BATCH_TOKENS tokens. quantize: rows are quantised as they are sent.
+    """
     ranks = max(ranks, 2)
     to = _destinations(ranks, topk)
     on_an_sm = max(SEND_NS, row_bytes * (LOAD_NS_PER_BYTE + to * STORE_NS_PER_BYTE))
@@ -77,7 +80,8 @@ def for_dispatch(ranks: int, small: bool, row_bytes: int, topk: int, quantize: b
 
 @functools.lru_cache(maxsize=1024)
 def for_combine(ranks: int, small: bool, row_bytes: int, topk: int) -> KernelSms:
-    """The SMs of a combine when none are asked for. As for_dispatch; row_bytes: of a partial row."""
+    """Returns the SMs of a combine if the configuration gives none. row_bytes: bytes of a partial row. Other arguments
+    are as in `for_dispatch`."""
     ranks = max(ranks, 2)
     terms = topk / _destinations(ranks, topk)
     on_an_sm = PARTIAL_NS + TERM_NS_PER_BYTE * row_bytes * terms
@@ -89,7 +93,7 @@ def for_combine(ranks: int, small: bool, row_bytes: int, topk: int) -> KernelSms
 
 @functools.lru_cache(maxsize=1024)
 def fitted(asked: Asked, usable: int, wanted: KernelSms) -> KernelSms:
-    """The counts that were asked for; for the others `wanted`, as far as the device has SMs left."""
+    """Returns the counts `asked`. Counts that are None come from `wanted`, as far as the device has SMs left."""
     sending, receiving = asked
     if sending is not None:
         left = max(1, min(wanted.receiving, usable - sending))
@@ -101,7 +105,7 @@ def fitted(asked: Asked, usable: int, wanted: KernelSms) -> KernelSms:
 
 
 def _destinations(ranks: int, topk: int) -> float:
-    """Ranks that a token goes to, on average, when its experts are drawn at random."""
+    """Returns how many ranks a token goes to, on average, if its experts are drawn at random."""
     return ranks * (1 - (1 - 1 / ranks) ** topk)
 
 

@@ -1,1 +1,1 @@
-"""Low-latency dispatch and combine: fixed slots, no counts to exchange, no host in the way."""
+"""Low-latency dispatch and combine: rows go to fixed slots, ranks exchange no counts, and the host never waits."""

@@ -1,5 +1,6 @@
-"""Low-latency combine: weights go to the ranks that hold the experts, partial rows come back. The host waits for
-nothing.
+"""Low-latency combine: sends weights to the ranks that hold the experts, which return partial rows.
+
+The host waits for nothing.
 
 Shapes: T tokens, H hidden size, K experts per token, R ranks, E_l local experts, N = R * T_max rows of each expert.
 """
@@ -23,10 +24,13 @@ from ep_plugin.runtime.tensors import check_kind
 class LowLatencyCombine(LowLatencyOperation):
     """One combine, from its operator's arguments to the sums.
 
-    y: ``[E_l, N, H]``. weights: ``[T, K]``, or None: 1. bias: ``[T, H]``. routing: the dispatch's ids or, for pairs
-    that are left out now, -1; and its plan. out: ``[T, H]``, where the sums go. logfmt: partial rows travel as 10-bit
-    codes where their values are below 1; BF16 alone. wait_cost: int64 ``[R]``, to which the nanoseconds are added that
-    this rank waits for each other.
+    y: ``[E_l, N, H]``.
+    weights: ``[T, K]``; None: all weights are 1.
+    bias: ``[T, H]``.
+    routing: the ids and the plan of the dispatch. An id that is -1 now leaves its pair out.
+    out: ``[T, H]``, receives the sums; None: new memory.
+    logfmt: partial rows travel as 10-bit codes where their values are below 1. BF16 only.
+    wait_cost: int64 ``[R]``. The kernel adds the nanoseconds that this rank waits for each rank.
     """
 
     name, kind = "combine", 1

@@ -1,4 +1,4 @@
-"""Low-latency dispatch: one kernel for both halves, or one for each. The host waits for nothing.
+"""Low-latency dispatch: one kernel for both halves, or one kernel for each half. The host waits for nothing.
 
 Shapes: T tokens, H hidden size, K experts per token, R ranks, E_l local experts, N = R * T_max rows of each expert, S
 scales of a row.
@@ -21,14 +21,14 @@ from ep_plugin.moe.low_latency.in_flight import RECEIVE, LowLatencyOperation
 from ep_plugin.moe.statistics import current_layer
 
 FORMATS = {None: _C.LlFormat.PLAIN} | {name: _C.LlFormat[name.upper()] for name in QUANTIZED}
-_EXPONENTS = 4  # of scales, in an int32
+_EXPONENTS = 4  # exponents of scales in an int32
 
 
 class LowLatencyDispatch(LowLatencyOperation):
     """One dispatch, from its operator's arguments to the rows that this rank receives.
 
-    cumulative: int32 ``[E_l]``, to which the received rows of each expert are added. wait_cost: int64 ``[R]``, to which
-    the nanoseconds are added that this rank waits for each other.
+    cumulative: int32 ``[E_l]``. The kernel adds the number of rows that each expert receives.
+    wait_cost: int64 ``[R]``. The kernel adds the nanoseconds that this rank waits for each rank.
     """
 
     name, kind = "dispatch", 0
@@ -42,7 +42,7 @@ class LowLatencyDispatch(LowLatencyOperation):
     ) -> None:
         x, topk_ids, weights, scales, capacity, quantize, previous, _ = arguments
         self._engine, self.rows, self._routing = engine, x, previous[:2]
-        # The rows of a routing follow from its ids: the same ids give the same places.
+        # The same ids give the same routing, so the places follow from the ids.
         self._ids = previous[0] if previous else topk_ids
         self._given = x, topk_ids, weights, scales, capacity, quantize
         self._cumulative, self._wait_cost, self._layer = cumulative, wait_cost, current_layer()
@@ -78,7 +78,7 @@ class LowLatencyDispatch(LowLatencyOperation):
         check_stats("wait_cost", self._wait_cost, engine.size, torch.int64, engine)
 
     def results(self) -> Tensors:
-        """The operator's results; the handle's tensors are among them if this dispatch makes the routing."""
+        """Returns the operator's results. They include the handle's tensors if this dispatch makes the routing."""
         return self._result if self._routing else (*self._result, self._topk_ids, self._plan)
 
     def tensors(self) -> Tensors:
@@ -132,7 +132,7 @@ _ADVICE = {
 
 
 def operation(engine: LowLatencyEngine, header: Any) -> Any:
-    """What dispatch and combine pass to their kernels alike, whichever operation it is."""
+    """Returns the arguments that the kernels of dispatch and combine share."""
     return _C.LlOperation(
         shape=engine.shape,
         header=header,
@@ -143,7 +143,7 @@ def operation(engine: LowLatencyEngine, header: Any) -> Any:
 
 
 def check_capacity(engine: LowLatencyEngine, capacity: int | None, previous: Routing | None) -> int:
-    """Rows of each expert's block: R times the most tokens of a rank in this call."""
+    """Checks `capacity` and returns the rows of each expert's block: R times the most tokens of a rank in this call."""
     per_rank = engine.local_experts
     if previous is not None:
         rows = previous.totals[0] // per_rank
@@ -164,7 +164,7 @@ def check_capacity(engine: LowLatencyEngine, capacity: int | None, previous: Rou
 def check_stats(
     name: str, tensor: torch.Tensor | None, entries: int, dtype: torch.dtype, engine: LowLatencyEngine
 ) -> None:
-    """Counters that a kernel adds to: `entries` of `dtype`, contiguous, here."""
+    """Checks counters that a kernel adds to: `entries` numbers of `dtype`, contiguous, on the communicator's device."""
     if tensor is None:
         return
     check_beside(name, tensor, (entries,), engine)
@@ -179,9 +179,9 @@ def empty_result(
     per_expert: int,
     rows_of: Callable[..., torch.Tensor] | None = None,
 ) -> DispatchResult:
-    """Memory for the results of a dispatch with `per_expert` rows in each expert's block. Serves fakes, too.
+    """Allocates the results of a dispatch with `per_expert` rows in each expert's block. `x` may be a fake.
 
-    rows_of: makes the tokens, of a shape and a dtype; None: x.new_empty.
+    rows_of: allocates the tokens, given a shape and a dtype; None: x.new_empty.
     """
     local, rows_of = engine.local_experts, rows_of or x.new_empty
 

@@ -35,13 +35,14 @@ _LARGE_BYTES = 2**20
 
 
 class LowLatencyEngine(GroupEngine):
-    """The resources of one communicator. Construction is collective over `group`; so is its first operation, which
-    makes the peer memory.
+    """The resources of one communicator.
+
+    Construction is collective over `group`. So is the first operation, which makes the peer memory.
 
     Attributes:
         config: the communicator's configuration, with max_row_bytes set.
         mask: int32 ``[R]`` on the device, 1: masked. Kernels read and write it.
-        known: of calls that were checked, what their operation's `describe` returned.
+        known: the results of `describe` of operations that were checked, by call.
     """
 
     flat = False
@@ -63,13 +64,13 @@ class LowLatencyEngine(GroupEngine):
         self._set_sizes(config)
         self._issued = [0, 0]  # operations of each kind
         self.known = KnownCalls()
-        self._outputs: deque[torch.UntypedStorage] = deque(maxlen=2)  # the latest
+        self._outputs: deque[torch.UntypedStorage] = deque(maxlen=2)  # the memory of the latest outputs
         self._resources.callback(self._outputs.clear)
         self.comm: Any = None  # until the first operation
         super()._construct(group)
 
     def _set_sizes(self, config: MoECommunicatorConfig) -> None:
-        """The widest row, and the shape by which kernels find slots."""
+        """Sets the bytes of the widest row, and the shape by which kernels find slots."""
         rows = self.local_experts * self.size * self.max_tokens
         if rows > MOST_ROWS:
             raise ValueError(
@@ -92,7 +93,7 @@ class LowLatencyEngine(GroupEngine):
         self.mask = self.ll_state[begin : begin + 4 * self.size].view(torch.int32)
 
     def ensure_memory(self) -> None:
-        """Makes the peer memory at the first operation. Collective then."""
+        """Makes the peer memory at the first operation. That call is collective."""
         if self.comm is not None:
             return
         if self.streams.capturing():
@@ -104,8 +105,11 @@ class LowLatencyEngine(GroupEngine):
         self.comm = self._comm_struct(block.ptrs, self.config.num_experts)
 
     def rows_of(self, shape: tuple[int, int, int], dtype: torch.dtype) -> torch.Tensor:
-        """Memory for output rows. Large ones on CPUs: that of an earlier output which nobody has any more, if there is
-        one. New memory comes from the system then, and a page fault for each row takes longer than its copy."""
+        """Allocates output rows.
+
+        A large output on a CPU reuses the memory of an earlier output that nobody holds any more, if there is one. New
+        memory of that size comes from the system, and a page fault for each row takes longer than the row's copy.
+        """
         nbytes = math.prod(shape) * dtype.itemsize
         if self.device.type != "cpu" or nbytes < _LARGE_BYTES:
             return torch.empty(shape, dtype=dtype, device=self.device)
@@ -119,41 +123,45 @@ class LowLatencyEngine(GroupEngine):
         return torch.empty(0, dtype=dtype, device="cpu").set_(storage, 0, shape, (shape[1] * shape[2], shape[2], 1))
 
     def set_sms(self, counts: dict[str, int | None]) -> None:
-        """Refuses: the kernels choose their SMs."""
+        """Raises ValueError for any count, since the kernels choose their SMs."""
         if counts:
             raise ValueError(f'set_sms: expected no SM counts in mode="ll", got {", ".join(sorted(counts))}')
 
     asked_sms: dict[str, int | None] = {}  # noqa: RUF012 - never changed
 
     def next_slot(self, kind: int) -> int:
-        """0 and 1 in turn for the operations of a kind (0: dispatch, 1: combine); 2 and 3 for those in CUDA graphs,
-        which may be replayed while others are un-received."""
+        """Returns the entry of the epoch table that the next operation of `kind` uses. kind 0: dispatch, 1: combine.
+
+        Operations of a kind take 0 and 1 in turn. Operations in CUDA graphs take 2 and 3, since a graph may be replayed
+        while other operations are un-received.
+        """
         self._issued[kind] += 1
         return self._issued[kind] % 2 + (2 if self.streams.capturing() else 0)
 
     # -- handles -------------------------------------------------------------------------------------------------
 
     def plan_layout(self, max_tokens: int, topk: int) -> Any:
-        """Where the parts of a plan are, in int32 words, for calls of at most `max_tokens` tokens per rank."""
+        """Returns the offsets of a plan's parts, in int32 words, for calls of at most `max_tokens` tokens per rank."""
         return _C.ll_plan_layout(self.size, self.local_experts, max_tokens, topk)
 
     def plan_words(self, num_tokens: int, topk: int, capacity: int | None = None) -> int:
-        """int32 words of a plan. capacity: rows of an expert's block."""
+        """Returns the int32 words of a plan. capacity: rows of an expert's block."""
         return self.plan_layout(self.tokens_of(capacity), topk).words
 
     def tokens_of(self, capacity: int | None) -> int:
-        """The most tokens of a rank, of a dispatch whose experts' blocks have `capacity` rows."""
+        """Returns the most tokens that a rank may have in a dispatch whose experts' blocks have `capacity` rows."""
         return self.max_tokens if capacity is None else capacity // self.size
 
     def rows_of_plan(self, words: int, topk: int) -> int:
-        """Rows of an expert's block, by the size of a plan."""
+        """Returns the rows of an expert's block, which follow from the `words` of a plan."""
         fixed, each = self.plan_layout(0, topk).words, self.plan_layout(1, topk).words
         return self.size * ((words - fixed) // (each - fixed))
 
     def routing(self, name: str, topk_ids: torch.Tensor, plan: torch.Tensor) -> Routing:
-        """A handle's tensors, checked. ValueError, with the argument's `name`, when they are not as dispatch made them.
+        """Checks a handle's tensors and returns their routing.
 
-        topk_ids: also int64, and with -1 for pairs that a combine leaves out.
+        name: the argument's name, for errors. topk_ids: int32 or int64; -1 for pairs that a combine leaves out. Raises
+        ValueError unless the tensors are as dispatch made them.
         """
         check_handle_words(self, name, (torch.int32, torch.int64), topk_ids=topk_ids, plan=plan)
         T, K = topk_ids.shape
@@ -187,17 +195,21 @@ def _references(queue: Sequence[object], at: int) -> int:
     return sys.getrefcount(queue[at])
 
 
-_OF_THE_QUEUE_ALONE = _references(deque([object()]), 0)  # it depends on the version of Python
+_OF_THE_QUEUE_ALONE = _references(deque([object()]), 0)  # the count depends on the version of Python
 
 
 def _is_unused(outputs: Sequence[torch.UntypedStorage], at: int) -> bool:
-    """Whether nobody else has the storage. Tensors count in C++; who has only the storage has this Python object."""
+    """Whether nobody but `outputs` holds the storage at index `at`.
+
+    A tensor holds the storage through C++, so its use count shows it. A caller that holds only the storage shares this
+    Python object, so its reference count shows it.
+    """
     alone = _references(outputs, at) == _OF_THE_QUEUE_ALONE
     return alone and torch._C._storage_Use_Count(outputs[at]._cdata) == 1
 
 
 def check_one_node(node_map: NodeMap) -> None:
-    """NotSupported unless the group's ranks are all on one node."""
+    """Raises NotSupported unless all ranks of the group are on one node."""
     nodes, each = node_map.num_nodes, node_map.ranks_per_node
     if nodes > 1:
         raise NotSupported(
@@ -207,7 +219,7 @@ def check_one_node(node_map: NodeMap) -> None:
 
 
 def slots_of(config: MoECommunicatorConfig) -> tuple[int, Any]:
-    """Bytes of the widest row, and the _C.LlShape by which kernels find slots."""
+    """Returns the bytes of the widest row, and the _C.LlShape by which kernels find slots."""
     assert config.max_tokens_per_rank is not None
     row_bytes = config.max_row_bytes or 2 * config.hidden_size
     # Gradients of weights travel as rows of K values.

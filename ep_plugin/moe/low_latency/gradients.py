@@ -1,7 +1,8 @@
 """Gradients of EXPERT_MAJOR rows, by low-latency dispatches and combines over the same routing.
 
-The backward of dispatch is a combine, that of combine a dispatch. Weights are known to the owner of a token alone. So
-they go to the holders as narrow rows of K values, and their gradients return as rows with one value that is not 0.
+The backward of dispatch is a combine, and the backward of combine is a dispatch. Only the owner of a token knows its
+weights. So weights go to the holders of experts as narrow rows of K values, and their gradients return as rows with one
+value that is not 0.
 
 Shapes: T tokens, H hidden size, K experts per token, R ranks, E_l local experts, N = R * T_max rows of each expert.
 """
@@ -26,9 +27,9 @@ def combine_backward(
     rest: list[torch.Tensor],
     comm: int,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Gradients of y and weights, from that of the sums ``[T, H]``. Rows that no token has get zeros.
+    """Returns the gradients of y and of the weights. Rows that no token has get zeros.
 
-    rest: y and weights, or nothing for a combine without weights.
+    grad_out: ``[T, H]``, the gradient of the sums. rest: y and weights; empty for a combine without weights.
     """
     per_expert = engine.rows_of_plan(routing[1].shape[0], routing[0].shape[1])
 
@@ -53,7 +54,7 @@ def combine_backward(
 
 
 def _k_of_row(engine: LowLatencyEngine, routing: list[torch.Tensor], per_expert: int, topk: int) -> torch.Tensor:
-    """``[E_l, N, 1]``: the position in top-k of each row's expert; 0 for rows that no token has."""
+    """Returns the position in top-k of each row's expert, ``[E_l, N, 1]``; 0 for rows that no token has."""
     plan, size = routing[1], engine.size
     most = engine.tokens_of(per_expert)
     lay = engine.plan_layout(most, topk)
@@ -73,5 +74,5 @@ def _padded_width(topk: int, weights: torch.Tensor) -> int:
 
 
 def _padded(weights: torch.Tensor) -> torch.Tensor:
-    """`weights` as rows that dispatch takes."""
+    """Pads `weights` to rows that dispatch takes."""
     return torch.nn.functional.pad(weights, (0, _padded_width(weights.shape[1], weights) - weights.shape[1]))

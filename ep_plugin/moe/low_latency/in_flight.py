@@ -1,8 +1,8 @@
 """Low-latency operations between their halves: at most two of a kind are un-received at a time.
 
-To start an operation is to enqueue its send half, to collect it is to enqueue its receive half. Two operations of a
-kind may be collected in either order. Nothing else receives an operation, unless its caller has dropped it: then the
-next but one of its kind does, which uses the same slots.
+Starting an operation enqueues its send half. Collecting it enqueues its receive half. Two operations of a kind may be
+collected in either order. No other call receives an operation, except after its caller has dropped it: then the next
+but one operation of its kind does, since both use the same slots.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ class LowLatencyOperation(Operation):
     kind: ClassVar[int]
     _engine: LowLatencyEngine
     _wait_cost: torch.Tensor | None
-    _call: Hashable = None  # by which the engine knows calls like this one, see `call_of`
-    _known: Any = None  # what `describe` returned for one of them
+    _call: Hashable = None  # the key by which the engine finds calls like this one, see `call_of`
+    _known: Any = None  # the result of `describe` for one of these calls
 
     @abstractmethod
     def describe(self) -> tuple[Any, ...]:
-        """The kernel's arguments but for what differs between calls of one form, and sizes that follow from the form.
-        `check` comes first."""
+        """Returns the kernel's arguments as far as all calls of one form share them, then sizes that follow from the
+        form. Call `check` first."""
 
     @abstractmethod
     def fill(self, args: Any, known: Any) -> None:
-        """Makes the memory of the results, and enters all addresses in `args`. known: what `describe` returned."""
+        """Allocates the results, and sets all addresses in `args`. known: the result of `describe`."""
 
     @abstractmethod
     def launch(self, phases: int) -> None:
-        """Enqueues the kernel of SEND, RECEIVE or both. `prepare` comes first."""
+        """Enqueues the kernel. phases: SEND, RECEIVE or both. Call `prepare` first."""
 
     def prepare(self) -> None:
-        """Makes the memory of the results, and the kernel's arguments."""
+        """Allocates the results, and sets the kernel's arguments."""
         engine = self._engine
         engine.ensure_memory()
         if self._known is None:
@@ -64,19 +64,19 @@ class LowLatencyOperation(Operation):
         op.wait_cost = address(counted)
 
     def _is_known(self, form: bytes | None, *settings: Hashable) -> bool:
-        """Whether a call of this form and these settings was checked before, and all of it found right."""
+        """Whether an earlier call of this form and these settings passed all checks."""
         self._call = call_of(form, self.kind, *settings)
         self._known = self._engine.known.find(self._call)
         return self._known is not None
 
     def _align(self, name: str, rows: torch.Tensor) -> None:
-        """Sets `rows` to ``[N, H]`` as kernels take them. A copy makes the call one of its own."""
+        """Sets `rows` to ``[N, H]`` as kernels take them. If that needs a copy, no other call is like this one."""
         self.rows = bulk_ready(name, rows)
         if self.rows is not rows:
             self._call = None
 
     def _ready(self, phases: int) -> Any:
-        """The kernel's arguments for `phases` on the caller's stream."""
+        """Returns the kernel's arguments for `phases` on the caller's stream."""
         op = self._args.op
         op.phases, op.stream = phases, self._engine.streams.enter()
         return self._args
@@ -97,7 +97,7 @@ class LowLatencyOperation(Operation):
 
     @abstractmethod
     def results(self) -> Tensors:
-        """The operator's results, which exist from `start` on and have their values once it is received."""
+        """Returns the operator's results. They exist from `start` on, and have their values after the receive half."""
 
 
 class LowLatencyInFlight:
@@ -109,11 +109,11 @@ class LowLatencyInFlight:
         self._engine = engine
         self._numbers = itertools.count(1)
         self._by_number: weakref.WeakValueDictionary[int, LowLatencyOperation] = weakref.WeakValueDictionary()
-        # By kind, the latest two operations, the older one first; None: received.
+        # The latest two operations of each kind, the older one first; None: it is received.
         self._latest: tuple[deque[LowLatencyOperation | None], ...] = (deque(maxlen=2), deque(maxlen=2))
 
     def run(self, operation: LowLatencyOperation) -> Tensors:
-        """Runs the whole of `operation` and returns its results. Un-received operations stay so."""
+        """Runs the whole of `operation` and returns its results. Un-received operations stay un-received."""
         with self._engine.lock:
             self._check(operation)
             counts.served(self.serves, kind=counts.DISPATCHES)
@@ -122,7 +122,7 @@ class LowLatencyInFlight:
             return result
 
     def start(self, operation: LowLatencyOperation) -> LowLatencyOperation:
-        """Starts `operation`, which is un-received from then on."""
+        """Starts `operation`, which is then un-received until `collect`."""
         engine = self._engine
         with engine.lock:
             self._check(operation)
@@ -163,11 +163,13 @@ class LowLatencyInFlight:
             return result
 
     def complete(self) -> None:
-        """Receives nothing: only its `wait()` receives an operation."""
+        """Does nothing: only `Work.wait()` receives an operation."""
 
     def _check(self, operation: LowLatencyOperation) -> None:
-        """The operation's arguments, and that the last but one of its kind is received: they share their slots. If its
-        caller has dropped it, it is received now."""
+        """Checks the operation's arguments, and that the last but one operation of its kind is received.
+
+        Both operations use the same slots. If the caller has dropped the earlier one, it is received now.
+        """
         operation.check()
         latest, capture = self._latest[operation.kind], self._engine.streams.capturing()
         for earlier in list(latest):

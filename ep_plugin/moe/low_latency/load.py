@@ -14,7 +14,7 @@ _DISPATCH, _CACHED_DISPATCH, _COMBINE = "dispatch", "cached dispatch", "combine"
 
 
 class LowLatencyLoad:
-    """The tokens of plans, and the waits that kernels measure."""
+    """Counts the tokens of plans, and the waits that kernels measure."""
 
     def __init__(self, engine: GroupEngine, local_experts: int) -> None:
         self._rank, self._size, self._local_experts = engine.rank, engine.size, local_experts
@@ -22,11 +22,13 @@ class LowLatencyLoad:
         self._waited = torch.zeros(engine.size, dtype=torch.int64, device=engine.device)
 
     def wait_cost(self) -> torch.Tensor | None:
-        """int64 ``[R]``, to which kernels add the nanoseconds that they wait for each rank; None: not now."""
+        """Returns int64 ``[R]``, to which kernels add the nanoseconds that they wait for each rank. None if nothing is
+        recorded."""
         return self._waited if Sums.recording else None
 
     def dispatched(self, plan: torch.Tensor, is_fresh: bool, layer: str | None) -> None:
-        """plan: int32, csrc/common/low_latency.h's LlPlanLayout. layer: that has started the dispatch."""
+        """Adds a dispatch. plan: int32, as LlPlanLayout of csrc/common/low_latency.h. layer: the layer that has started
+        it."""
         if not Sums.recording:
             return
         if is_fresh:
@@ -39,8 +41,8 @@ class LowLatencyLoad:
             self._sums.counts[_COMBINE] += 1
 
     def read(self) -> LoadStats:
-        """Waits for the operations that are enqueued."""
-        counts, shape = self._sums.counts, (self._local_experts, self._size, 2)  # each range: a count and a begin
+        """Returns the load. Waits for the operations that are enqueued."""
+        counts, shape = self._sums.counts, (self._local_experts, self._size, 2)  # a range is a count and a first row
         sums, waited = self._sums.read(lambda: self._waited)
         found = {layer: ranges.view(shape)[:, :, 0].t() for (_, layer), ranges in sums.items()}
         tokens = torch.zeros(self._size, self._local_experts, dtype=torch.int64, device="cpu")
