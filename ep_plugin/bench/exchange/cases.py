@@ -1,7 +1,7 @@
-"""The implementations of a case, each with the check that compares it with plain torch.
+"""The implementations of a case, each with a check that compares it with plain torch.
 
-Every comparison uses rows (and routes, where those are not given) that no call has moved before, and memory that holds
-NaN. (A graph's memory is its own: there the result holds NaN.) So results of an earlier call are wrong.
+Every comparison uses rows that no call has moved before, new routes unless the routing is given, and memory that holds
+NaN. (A graph has memory of its own, in which only the result is set to NaN.) So the result of an earlier call is wrong.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ from ep_plugin.config import DispatchLayout
 from ep_plugin.moe.communicator import MoECommunicator
 from ep_plugin.moe.layout import DispatchOutput
 
-ROOM = 1.125  # of the mean rows per rank: the capacity of a dispatch that has one, unless a rank receives more
+ROOM = 1.125  # a capacity is this times the mean of the ranks' rows, or more if a rank receives more
 
 
 class Scene:
     """A case's inputs and implementations, and the comparison with plain torch. Methods are collective.
 
-    nodes: of as many consecutive ranks each.
+    nodes: the number of nodes. Each has the same number of consecutive ranks.
     """
 
     def __init__(self, spec: Spec, device: torch.device, nodes: int = 1) -> None:
@@ -64,7 +64,7 @@ class Scene:
         return self.spec.crossings * rows * self.mine.row_bytes
 
     def fresh(self, reroute: bool = True) -> list[Batch]:
-        """Batches of all ranks that no call has moved before. reroute: with other routes, too."""
+        """Returns batches of all ranks that no call has moved before. reroute: they also have other routes."""
         self._turn += 1
         return other_rows(self.everyone, self._turn, reroute)
 
@@ -76,11 +76,11 @@ class Scene:
         exact_fp8: bool = True,
         multiplied: bool = True,
     ) -> str | None:
-        """How the results for the batches `everyone` differ from plain torch's; None when they do not.
+        """Compares results for the batches `everyone` with plain torch. Returns the first difference in words, or None.
 
-        found: for each rank of this process, the rows that a dispatch has brought it, or the sums `[T, H]` of its
-            tokens.
-        layout, exact_fp8: of the rows. multiplied: experts have multiplied their rows by their factors, else by 1.
+        found: for each rank of this process, the rows that a dispatch has brought, or the sums `[T, H]` of its tokens.
+        layout: the layout of the rows. exact_fp8: FP8 rows are rounded as torch rounds them. multiplied: experts have
+            multiplied their rows by their factors; False: by 1.
         """
         spec, factors = self.spec, self.factors if multiplied else torch.ones_like(self.factors)
         for rank, got in found.items():
@@ -93,7 +93,8 @@ class Scene:
         return None
 
     def ways(self, peers: list[str], opened: contextlib.ExitStack) -> list[Way]:
-        """ep_plugin and the peers, which are named as `find_peers` takes them. `opened` closes ep_plugin's."""
+        """Makes the implementations of ep_plugin and of the peers. peers: names as `find_peers` takes them. `opened`
+        closes ep_plugin's objects."""
         spec, device = self.spec, self.device
         most = int(rows_by_rank(spec.workload, self.ids, dedup=False).sum(0).max())
         capacity = max(most, int(ROOM * self.ids[0].numel())) if spec.capacity else None
@@ -117,21 +118,22 @@ class Scene:
         return ways
 
     def _rail_way(self, name: str, bytes_wire: int) -> Way:
-        """The all-to-all between nodes of the bytes of ep_plugin's rows, ids and weights."""
+        """Makes an all-to-all between nodes that sends as many bytes as ep_plugin's rows, ids and weights have."""
         spec, K = self.spec, self.spec.workload.topk
-        beside = 4 * K * (2 if spec.what != CACHED else 1)  # float32 weights, and int32 ids where they are new
+        beside = 4 * K * (2 if spec.what != CACHED else 1)  # float32 weights, and int32 ids if they are new
         there = 0 if spec.what == COMBINE else self.mine.row_bytes + beside
         back = self.mine.row_bytes if spec.what in (COMBINE, ROUNDTRIP) else 0
         rail = RailAllToAll(rows_over_rails(spec.workload, self.ids, self.nodes), there, back, self.device)
         return Way(case=spec.name, impl=name, run=rail, check=rail.check, bytes_wire=bytes_wire)
 
     def _way(self, name: str, impl: Any, what: str) -> Way:
-        """Experts return their rows in a round trip that is timed, and multiply them in the one that is compared.
+        """Makes the timed call and the check of one implementation.
 
-        A graph contains its experts, which return their rows in both.
+        In a timed round trip experts return their rows unchanged. In a compared round trip they multiply them. A graph
+        contains its experts, so they return their rows unchanged in both.
         """
         spec = self.spec
-        # Of the call; each check makes it anew.
+        # The timed call keeps this state. Each check makes a state of its own.
         given: list[Any] = [self.mine, impl.dispatch(self.mine)[1] if what == CACHED else None]
         method = getattr(impl, ("start_" if spec.half else "") + (COMBINE if what == COMBINE else DISPATCH))
 
@@ -167,7 +169,7 @@ class Scene:
 
 
 def serves(kind: Any, layout: DispatchLayout) -> bool:
-    """Whether a peer takes part in a case of `layout`. FLAT peers bring the rows of EXPERT_MAJOR in the same order."""
+    """Whether the peer `kind` takes part in a case of `layout`. FLAT peers bring rows in the order of EXPERT_MAJOR."""
     return kind.layout is layout or (layout is EXPERT_MAJOR and kind.layout is FLAT)
 
 
@@ -183,7 +185,7 @@ def time_cases(
     """Compares and times the cases. Collective. Raises WrongResult when an implementation disagrees with the oracle.
 
     peers: names as `find_peers` takes them. rate: GB/s of the floors; None leaves the floors out. nodes: see `Scene`.
-    calls: in a row, see `clock_of`.
+    calls: the number of calls in a row, see `clock_of`.
     """
     clock, rows = clock_of(device, calls), list[Row]()
     for spec in tqdm(specs, unit="case", disable=dist.get_rank() != 0, leave=False):
@@ -196,7 +198,7 @@ def time_cases(
 
 
 def floor_row(case: str, bytes_wire: int, rate_gb_s: float) -> Row:
-    """The time of the rows that must cross, each once per rank, at the best rate of SM stores in the same run."""
+    """Returns the time of the rows that must cross, each once per rank, at the best rate of SM stores of this run."""
     us = max(0.1, round(bytes_wire / rate_gb_s / 1e3, 1))
     return row(case, FLOOR, Timing(median_us=us, p10_us=us, p90_us=us), bytes_wire)
 
@@ -204,7 +206,8 @@ def floor_row(case: str, bytes_wire: int, rate_gb_s: float) -> Row:
 class EpPlugin:
     """Dispatch and combine of one communicator, whole or in halves. Made collectively; the caller closes it.
 
-    capacity: rows of every dispatch's output, so that the host does not wait; None: as many as arrive.
+    capacity: rows of every dispatch's output, so that the host does not wait. None: the output has as many rows as
+    arrive.
     """
 
     dedup = True
@@ -221,7 +224,7 @@ class EpPlugin:
         return self.comm.combine(y, state[0], weights=weights)
 
     def start_dispatch(self, batch: Batch, previous: Any = None) -> Callable[[], tuple[DispatchOutput, Any]]:
-        """The send half; the receive half is the call that it returns."""
+        """Runs the send half. Returns a call that runs the receive half."""
         work = self.comm.dispatch_async(*self._given(batch, previous))
         return lambda: self._made(batch, *work.wait())
 
@@ -238,9 +241,10 @@ class EpPlugin:
 
 
 def sms_of(comm: MoECommunicator, what: str, workload: Workload, row_bytes: int, quantize: bool = False) -> int:
-    """SMs of an operation's kernels that move rows of `row_bytes`; of a round trip, those of its larger half.
+    """Returns the SMs of an operation's kernels that move rows of `row_bytes`. For a round trip: of the operation with
+    more SMs.
 
-    The kernels of plan and notify run before, for some microseconds, and are not counted.
+    It does not count the kernels of plan and notify, which run earlier, for some microseconds.
     """
     dispatch = sum(comm.engine.dispatch_sms(workload.tokens, row_bytes, workload.topk, quantize))
     combine = sum(comm.engine.combine_sms(workload.tokens, row_bytes, workload.topk))
@@ -261,7 +265,7 @@ class Recorded:
     def _capture(self, step: Callable[[Batch], torch.Tensor]) -> None:
         self._graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
-        # NCCL's watchdog thread queries events meanwhile, which would end a capture of all threads.
+        # NCCL's watchdog thread queries events meanwhile. That would end a capture that covers all threads.
         with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
             self._result = step(self._batch)
 
@@ -270,7 +274,8 @@ class Recorded:
         return self._result
 
     def of(self, batch: Batch) -> torch.Tensor:
-        """Replays the graph with the rows, ids and weights of `batch`, which stay for later calls, into NaN."""
+        """Replays the graph with the rows, ids and weights of `batch`, into a result that held NaN. Later calls use
+        the same rows, ids and weights."""
         self._batch.copy_(batch)
         self._result.fill_(torch.nan)
         return self()

@@ -1,4 +1,4 @@
-"""DeepEP as a peer: `deep_ep` in `--peer`, where its package can be imported. BF16 and FP8 rows.
+"""DeepEP as a peer: `--peer deep_ep`, if its package can be imported. It serves BF16 and FP8 rows.
 
 `DeepEp` makes its low-latency calls, `DeepEpThroughput` its throughput calls inside a node.
 """
@@ -17,13 +17,13 @@ from ep_plugin.bench.exchange.workload import Batch, Workload
 from ep_plugin.config import DispatchLayout
 from ep_plugin.moe.layout import DispatchOutput
 
-MOST_TOKENS = 256  # per rank, in the Buffer of all workloads
-_MULTIPLE = 4  # DeepEP asks that the tokens of all ranks together are a multiple of it
+MOST_TOKENS = 256  # most tokens per rank, in the Buffer of all workloads
+_MULTIPLE = 4  # DeepEP needs the tokens of all ranks together to be a multiple of it
 
 
 @functools.cache
 def _buffer(hidden: int, ranks: int, experts: int) -> Any:
-    """One Buffer for all numbers of tokens, since making one takes seconds. Collective."""
+    """Returns one Buffer for all numbers of tokens, since making a Buffer takes seconds. Collective."""
     return deep_ep.Buffer(
         dist.group.WORLD,
         num_rdma_bytes=deep_ep.Buffer.get_low_latency_rdma_size_hint(MOST_TOKENS, hidden, ranks, experts),
@@ -34,7 +34,8 @@ def _buffer(hidden: int, ranks: int, experts: int) -> Any:
 
 
 class DeepEp:
-    """The members of peers.AllToAll, for rows in EXPERT_MAJOR, which come in any order within an expert."""
+    """DeepEP's low-latency calls, with the members of peers.AllToAll. Rows are EXPERT_MAJOR, and come in any order
+    within an expert."""
 
     layout, dedup, exact_fp8 = DispatchLayout.EXPERT_MAJOR, False, False
 
@@ -55,8 +56,11 @@ class DeepEp:
         return received(tokens=tokens, scales=scales, num_tokens_per_expert=counts), (batch, handle)
 
     def in_order(self, out: DispatchOutput, state: Any) -> DispatchOutput:
-        """By (source rank, source token), as the handle says: the token of each row, and each rank's first and number
-        of rows, in the upper and the lower half of a word."""
+        """Returns the output with its rows ordered by (source rank, source token).
+
+        The handle has the token of each row, and a word for each rank: the rank's first row in the upper half, and its
+        number of rows in the lower half.
+        """
         token, ranges, *_ = state[1]
         first, number = (part.unsqueeze(2) for part in (ranges >> 32, ranges & 0xFFFFFFFF))  # [E_l, R, 1]
         row = torch.arange(token.shape[1], device=token.device)
@@ -74,12 +78,13 @@ class DeepEp:
 
 @functools.cache
 def _throughput_buffer(nbytes: int) -> Any:
-    """One Buffer for all cases of a shape. Collective."""
+    """Returns one Buffer for all cases of a shape. Collective."""
     return deep_ep.Buffer(dist.group.WORLD, nbytes, 0, explicitly_destroy=True)
 
 
 class DeepEpThroughput:
-    """The members of peers.AllToAll, for rows in TOKEN_MAJOR. The SMs and chunks are DeepEP's defaults."""
+    """DeepEP's throughput calls, with the members of peers.AllToAll. Rows are TOKEN_MAJOR. The SMs and chunks are
+    DeepEP's defaults."""
 
     layout, dedup = DispatchLayout.TOKEN_MAJOR, True
 
@@ -111,12 +116,12 @@ class DeepEpThroughput:
         return out, (out, handle)
 
     def combine(self, y: torch.Tensor, state: Any) -> torch.Tensor:
-        """`[T, H]`: the sum of each token's rows in y `[N, H]`, which experts have weighted."""
+        """Returns the sum of each token's rows, `[T, H]`. y: `[N, H]`, rows that experts have weighted."""
         return self._buffer.combine(y, state[1])[0]
 
 
 def _rows(rows: Any) -> dict[str, torch.Tensor]:
-    """The fields of an output that hold its rows, with scales beside FP8 rows."""
+    """Returns the fields of an output that hold its rows, and the scales of FP8 rows."""
     return {"tokens": rows[0], "scales": rows[1]} if isinstance(rows, tuple) else {"tokens": rows}
 
 

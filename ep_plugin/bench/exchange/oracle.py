@@ -1,4 +1,4 @@
-"""Comparisons of what an exchange returns with plain torch.
+"""Compares the results of an exchange with plain torch.
 
 Shapes: R ranks, T tokens per rank, H hidden size, K experts per token, E experts in all, E_l = E / R, N rows received.
 """
@@ -23,8 +23,8 @@ _MAY_BE_MISSING = ("num_tokens_per_expert", "weights", "row_expert_ids")
 def expert_rows(factors: torch.Tensor, out: DispatchOutput, rank: int) -> torch.Tensor:
     """Returns the rows of `rank` times the factors of their experts. factors: `[E]`.
 
-    A row of TOKEN_MAJOR is multiplied by the sum of its local experts' factors, each times its weight. Padding of FLAT
-    gets any factor. The rows of EXPERT_MAJOR that no token has are NaN: nobody may read them.
+    A TOKEN_MAJOR row is multiplied by the sum of its local experts' factors, each times its weight. FLAT padding gets
+    any factor. EXPERT_MAJOR rows that no token has become NaN, since nobody may read them.
     """
     local = factors[rank * len(out.num_tokens_per_expert) :][: len(out.num_tokens_per_expert)]
     if out.topk_ids is not None and out.weights is not None:
@@ -41,7 +41,7 @@ def expert_rows(factors: torch.Tensor, out: DispatchOutput, rank: int) -> torch.
 
 
 def _present(out: DispatchOutput) -> torch.Tensor:
-    """`[E_l, N]`: the rows of EXPERT_MAJOR that a token has."""
+    """Returns `[E_l, N]` bool: whether an EXPERT_MAJOR row belongs to a token."""
     return torch.arange(out.tokens.shape[1], device=out.tokens.device) < out.num_tokens_per_expert.unsqueeze(1)
 
 
@@ -53,20 +53,29 @@ def wrong_dispatch(
     rank: int,
     exact_fp8: bool = True,
 ) -> str | None:
-    """How `got` differs from the rows that belong to this rank, bit for bit; None when it does not.
+    """Compares `got`, bit for bit, with the rows that belong to `rank`.
 
-    num_tokens_per_expert, weights and row_expert_ids are compared where `got` has them.
+    It also compares num_tokens_per_expert, weights and row_expert_ids if `got` has them.
 
-    everyone: the batches of all ranks, each of T tokens. exact_fp8: False: rows that were quantised on the way are
-    multiplied out, and may be off by roundings to FP8.
+    Args:
+        got: the output of a dispatch.
+        everyone: the batches of all ranks, each of T tokens.
+        workload: the sizes of the exchange.
+        layout: the layout of `got`.
+        rank: the rank that received `got`.
+        exact_fp8: False: rows that were quantised on the way are multiplied by their scales before they are compared,
+            and may differ by roundings to FP8.
+
+    Returns:
+        The first difference in words, or None if there is none.
     """
-    if layout is EXPERT_MAJOR:  # as FLAT, which has the same order
+    if layout is EXPERT_MAJOR:  # compared as FLAT, which has the same order
         present, layout = _present(got), FLAT
         tokens = got.tokens.view(torch.uint8)[present].view(got.tokens.dtype)
         got = got._replace(tokens=tokens, scales=None if got.scales is None else got.scales[present])
     with everyone[rank].x.device:  # the oracle makes its own tensors on the default device
         ids, weights = [batch.ids for batch in everyone], [batch.weights for batch in everyone]
-        numbers = list(torch.arange(sum(map(len, ids))).unsqueeze(1).split(len(ids[0])))  # in place of rows
+        numbers = list(torch.arange(sum(map(len, ids))).unsqueeze(1).split(len(ids[0])))  # stand for the rows
         expected = reference_dispatch(numbers, ids, weights, num_experts=workload.experts, layout=layout)[rank]
     source, quantized = expected.tokens.squeeze(1), everyone[rank].quantize
     counts = got.num_tokens_per_expert, expected.num_tokens_per_expert
@@ -90,10 +99,13 @@ def wrong_dispatch(
 
 
 def _multiplied_out(got: DispatchOutput, rows: torch.Tensor) -> torch.Tensor:
-    """`[N, H]` float32, the FP8 rows times their scales. Elements within a rounding of those of `rows` are set to them.
+    """Returns the FP8 rows of `got` times their scales, `[N, H]` float32.
 
-    A rounding is a sixteenth of the element, or half of FP8's smallest number; twice as much is allowed for scales
-    that are rounded in their own way.
+    An element that is close enough to the element of `rows` is replaced by it, so that a comparison finds them equal.
+    One rounding to FP8 is a sixteenth of the element, or half of FP8's smallest number times the scale. Two roundings
+    are close enough, since peers may round their scales differently.
+
+    rows: `[N, H]`, the rows before they were quantised.
     """
     if got.scales is None or got.tokens.shape != rows.shape:
         return got.tokens.float()
@@ -104,12 +116,19 @@ def _multiplied_out(got: DispatchOutput, rows: torch.Tensor) -> torch.Tensor:
 
 
 def wrong_combine(got: torch.Tensor, batch: Batch, factors: torch.Tensor, roundings: int = 4) -> str | None:
-    """How `[T, H]` differs from the weighted sums in float64; None when every element is within roundings of them.
+    """Compares combined rows with the weighted sums in float64.
 
-    Four roundings to the rows' type are allowed (weights, a product, a rank's sum, the result), a fifth with several
-    nodes (a node's sum), and those of float32 sums, relative to the sum of the terms' magnitudes.
+    Errors are relative to the sum of the terms' magnitudes. Four roundings to the rows' dtype are allowed (weights, a
+    product, a rank's sum, the result), a fifth with several nodes (a node's sum), and the roundings of float32 sums.
 
-    factors: `[E]`, by which the experts multiplied their rows.
+    Args:
+        got: `[T, H]`, the result of a combine.
+        batch: the tokens that were dispatched.
+        factors: `[E]`, the factor by which each expert multiplied its rows.
+        roundings: the number of roundings to the rows' dtype.
+
+    Returns:
+        The difference in words, or None if every element is within the allowed error.
     """
     if got.shape != batch.x.shape:
         return f"expected shape {tuple(batch.x.shape)}, got {tuple(got.shape)}"
@@ -142,11 +161,11 @@ def _difference(got: torch.Tensor | None, expected: torch.Tensor | None) -> str 
 
 @contextlib.contextmanager
 def poisoned() -> Iterator[None]:
-    """Fills memory that torch allocates inside with NaN, or with the largest integers.
+    """Makes torch fill memory that it allocates in this context with NaN, or with the largest integers.
 
-    PyTorch ties this setting to deterministic algorithms. The warnings of operations that have none are left out.
+    PyTorch ties this setting to deterministic algorithms. The context hides the warnings of operations that have none.
     """
-    settings: Any = torch.utils.deterministic  # its annotations leave the setting out
+    settings: Any = torch.utils.deterministic  # its annotations lack the setting
     mode, fill = torch.get_deterministic_debug_mode(), settings.fill_uninitialized_memory
     torch.set_deterministic_debug_mode("warn")  # use_deterministic_algorithms would import the compiler
     settings.fill_uninitialized_memory = True

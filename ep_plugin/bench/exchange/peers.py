@@ -1,17 +1,19 @@
 """The peers of ep_plugin: the same exchange over `all_to_all_single` of torch.distributed.
 
-`AllToAll` sends a row per (token, expert), between a sort and a gather, as Megatron's dispatcher does. The counts are
-exchanged first, and reach the host while the device sorts and gathers. Combine gathers and sums, without atomic
-additions, by the fastest of the ways in sums.py; the weights stay with the token's owner. `RowPerRank` sends a row per
-(token, rank), with the token's ids and weights behind it; combine returns one sum for each. `RailAllToAll` sends the
-bytes of the rows that must cross between nodes, and nothing else: it shows the rate that the links and the backend
-allow. `deep_ep` is DeepEP, in deep_ep.py.
+- `AllToAll` sends a row per (token, expert), between a sort and a gather, as Megatron's dispatcher does. It exchanges
+  the counts first. They reach the host while the device sorts and gathers. Combine gathers and sums, without atomic
+  additions, in the fastest way of sums.py. The weights stay with the token's owner.
+- `RowPerRank` sends a row per (token, rank), with the token's ids and weights behind it. Combine returns one sum for
+  each row.
+- `RailAllToAll` sends the bytes of the rows that must cross between nodes, and nothing else. It shows the rate that the
+  links and the backend allow.
+- `deep_ep` is DeepEP, in deep_ep.py.
 
-For another library, NCCL-EP for instance, write a class with the members of `AllToAll` and name it: `--peer
-module:Class`. Two members are for comparisons alone, and may be missing. `in_order(out, state)` returns the output with
-its rows in ep_plugin's order. `exact_fp8 = False` allows FP8 rows and scales that are not rounded as torch rounds them.
+For another library, for instance NCCL-EP, write a class with the members of `AllToAll` and name it: `--peer
+module:Class`. Two optional members serve comparisons. `in_order(out, state)` returns the output with its rows in
+ep_plugin's order. `exact_fp8 = False` allows FP8 rows and scales that are not rounded as torch rounds them.
 
-Shapes: R ranks, T tokens here, K experts per token, E_l experts per rank, N rows received (of the rail: nodes).
+Shapes: R ranks, T tokens here, K experts per token, E_l experts per rank, N rows received (for the rail: N nodes).
 """
 
 from __future__ import annotations
@@ -37,14 +39,15 @@ _DEEP_EP = "ep_plugin.bench.exchange.deep_ep:DeepEp,DeepEpThroughput"
 
 
 def received(**fields: Any) -> DispatchOutput:
-    """An output whose other fields are None. It needs `tokens`, and where they exist `scales` and `topk_ids`."""
+    """Returns an output with `fields`; its other fields are None. `tokens` is required, and so are `scales` and
+    `topk_ids` if they exist."""
     missing: dict[str, Any] = dict.fromkeys(DispatchOutput._fields)
     return DispatchOutput(**missing | fields)
 
 
 def find_peers(name: str) -> list[Any]:
-    """The classes behind a name that `--peer` takes. ValueError for one that cannot be imported."""
-    if name in (RAIL, NO_PEER):  # no exchange of tokens
+    """Returns the classes for a name that `--peer` takes. Raises ValueError if the name cannot be imported."""
+    if name in (RAIL, NO_PEER):  # they exchange no tokens
         return []
     if name in PLAIN:
         return [PLAIN[name]]
@@ -57,12 +60,12 @@ def find_peers(name: str) -> list[Any]:
 
 
 def name_in_results(peer: str, backend: str) -> str:
-    """backend: of the default group, which carries the plain peers."""
+    """Returns the name of a peer in results. backend: the backend of the default group, which carries plain peers."""
     return f"{backend}_{peer}" if peer in (*PLAIN, RAIL) else peer.rpartition(":")[2]
 
 
 class Bags(NamedTuple):
-    """Bags of rows, of which each bag is summed.
+    """Bags of rows. Each bag is summed.
 
     rows: the row numbers of all bags, one bag after the other, `[n]`.
     starts: where each bag begins in `rows`, `[bags]`.
@@ -79,11 +82,11 @@ class Bags(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Routing:
-    """What a dispatch keeps for combine and for later dispatches.
+    """The routing that a dispatch keeps for combine and for later dispatches.
 
     token: the token of each row that leaves.
-    home: how the returned rows of a token are summed. With a row per expert: their numbers, `[T, K]`. With a row per
-        rank: a bag for each token.
+    home: the returned rows of each token. With a row per expert: their numbers, `[T, K]`. With a row per rank: a bag
+        for each token.
     sent, landed: rows to each rank, and rows from each rank.
     source: the arrived row of each FLAT row.
     there: with a row per expert, the FLAT row of each arrived row. With a row per rank, a bag of FLAT rows for each
@@ -105,7 +108,12 @@ class Routing:
 
 
 class AllToAll:
-    """FLAT dispatch and combine. dedup: a token crosses once per rank, not once per expert. Made collectively."""
+    """FLAT dispatch and combine with a row per (token, expert). Made collectively.
+
+    Attributes:
+        layout: the layout of the output.
+        dedup: whether a token crosses once per rank (True) or once per expert (False).
+    """
 
     layout, dedup = DispatchLayout.FLAT, False
 
@@ -113,9 +121,10 @@ class AllToAll:
         self._ranks, self._experts, self._local = workload.ranks, workload.experts, workload.local_experts
 
     def dispatch(self, batch: Batch, previous: Any = None) -> tuple[DispatchOutput, Any]:
-        """The output, see `received`, with rows in ep_plugin's order, and a state for combine and later dispatches.
+        """Dispatches a batch. Returns the output and a state for combine and later dispatches.
 
-        previous: the state of an earlier dispatch, whose routing is used again.
+        The output is as `received` returns it, with rows in ep_plugin's order. previous: the state of an earlier
+        dispatch, whose routing is used again.
         """
         batch = _quantized(batch) if batch.quantize else batch
         words = [part.view(torch.int32) for part in (batch.x, batch.scales) if part is not None]
@@ -141,13 +150,13 @@ class AllToAll:
         return received(tokens=tokens, scales=scales, num_tokens_per_expert=routing.counts), routing
 
     def combine(self, y: torch.Tensor, state: Any) -> torch.Tensor:
-        """`[T, H]`: the weighted sum of each token's rows in y `[N, H]`. Not called for TOKEN_MAJOR."""
+        """Returns the weighted sum of each token's rows in y `[N, H]`, as `[T, H]`. Not called for TOKEN_MAJOR."""
         leaving = y.view(torch.int32).index_select(0, state.there)
         rows = _exchange(leaving, state.landed, state.sent).view(y.dtype)
         return weighted_sums(rows, state.home, state.weights.to(y.dtype))
 
     def _beside(self, batch: Batch, fresh: bool) -> list[torch.Tensor]:
-        """What rows carry behind them, as 4-byte words. fresh: the routing is new."""
+        """Returns the 4-byte words that travel behind rows. fresh: the routing is new."""
         return []
 
     def _route(self, batch: Batch) -> tuple[torch.Tensor, Callable[[], tuple[torch.Tensor, Any]]]:
@@ -163,7 +172,7 @@ class AllToAll:
         return counts.view(self._ranks, -1), order
 
     def _arrived(self, batch: Batch, counts: torch.Tensor, total: int, beside: list[torch.Tensor]) -> dict[str, Any]:
-        """The fields of the routing that depend on what has arrived: counts `[R, n]`, and words beside the rows."""
+        """Returns the fields of the routing that depend on the arrived counts `[R, n]` and on the words beside rows."""
         source = _flat_order(counts, total)
         return {"source": source, "there": _inverse(source), "counts": counts.sum(0), "weights": batch.weights}
 
@@ -220,10 +229,10 @@ class _Bytes(NamedTuple):
 
 
 class RailAllToAll:
-    """Calls make one or two all-to-alls between the ranks of this rank's rail: there, or back, or there and back.
+    """A call makes one or two all-to-alls between the ranks of this rank's rail: there, back, or both.
 
     rows: `[R, N]`, rows of each rank for each other node, see `rows_over_rails`. there, back: bytes of a row in each
-    direction; 0: none goes. The constructor is collective over the default group.
+    direction; 0: no row goes in that direction. The constructor is collective over the default group.
     """
 
     def __init__(self, rows: torch.Tensor, there: int, back: int, device: torch.device) -> None:
@@ -244,7 +253,7 @@ class RailAllToAll:
             dist.all_to_all_single(*leg, group=self._group)
 
     def check(self, through: Through) -> str | None:
-        """Sends bytes that no call has sent before. A sentence when others have come; collective."""
+        """Sends bytes that no call has sent before. Returns the error in words if other bytes arrive. Collective."""
         turn = next(seeds)
 
         def content(number: int, rank: int, node: int, like: torch.Tensor) -> torch.Tensor:
@@ -265,13 +274,13 @@ class RailAllToAll:
 
 @functools.cache
 def _rail_group(ranks: int, per_node: int) -> dist.ProcessGroup:
-    """The group of this rank's rail. Collective when it is first called."""
+    """Returns the group of this rank's rail. The first call is collective."""
     made = [dist.new_group(list(range(local, ranks, per_node))) for local in range(per_node)]
     return made[dist.get_rank() % per_node]
 
 
 PLAIN: dict[str, Any] = {ALL_TO_ALL: AllToAll, ROW_PER_RANK: RowPerRank}
-"""The peers that have names."""
+"""The peers of this module by their names for `--peer`."""
 
 
 def _starts(sizes: torch.Tensor) -> torch.Tensor:
@@ -279,7 +288,7 @@ def _starts(sizes: torch.Tensor) -> torch.Tensor:
 
 
 def _quantized(batch: Batch) -> Batch:
-    """The batch as torch quantises it, operation by operation: FP8 with a scale per block, by its largest magnitude."""
+    """Quantises a batch with torch's operators: FP8 with a scale per block, from the block's largest magnitude."""
     T, H = batch.x.shape
     whole = torch.nn.functional.pad(batch.x, (0, -H % SCALE_BLOCK)).view(T, -1, SCALE_BLOCK).float()
     amax = whole.abs().amax(2)
@@ -290,7 +299,7 @@ def _quantized(batch: Batch) -> Batch:
 
 
 def _leaving(words: list[torch.Tensor], token: torch.Tensor) -> torch.Tensor:
-    """The rows of `token` in each of the tensors, `[T, n]` int32, beside each other."""
+    """Returns the rows `token` of all tensors, `[T, n]` int32, beside each other."""
     rows = words[0].new_empty((len(token), sum(part.shape[1] for part in words)))
     for part, place in zip(words, rows.split([part.shape[1] for part in words], 1), strict=True):
         torch.index_select(part, 0, token, out=place)
@@ -322,7 +331,8 @@ def _exchange_counts(leaving: torch.Tensor) -> tuple[torch.Tensor, Callable[[], 
 
 
 def _flat_order(arriving: torch.Tensor, total: int) -> torch.Tensor:
-    """The index of each FLAT row, by (expert, source), among rows by (source, expert). arriving: `[R, E_l]`."""
+    """Returns, for each FLAT row, its index among rows in the order (source, expert). FLAT rows have the order (expert,
+    source). arriving: `[R, E_l]`, rows that arrive."""
     starts = arriving.view(-1).cumsum(0).view_as(arriving) - arriving
     sizes = arriving.t().reshape(-1)
     before = sizes.cumsum(0) - sizes

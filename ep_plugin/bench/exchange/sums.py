@@ -1,4 +1,4 @@
-"""The weighted sum of each token's returned rows, by the fastest of several ways in plain PyTorch.
+"""Computes the weighted sum of each token's returned rows, in the fastest of several ways in plain PyTorch.
 
 Shapes: T tokens, K experts per token, H hidden size, N rows.
 """
@@ -43,7 +43,7 @@ def by_matrix_product(rows: torch.Tensor, numbers: torch.Tensor, weights: torch.
 
 
 def by_compiled_sum(rows: torch.Tensor, numbers: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Gathers, multiplies and adds in one kernel, which the compiler of PyTorch makes."""
+    """Gathers, multiplies and adds in one kernel, which PyTorch's compiler makes."""
     return _compiled()(rows, numbers, weights)
 
 
@@ -60,7 +60,7 @@ def in_order_of_k(rows: torch.Tensor, numbers: torch.Tensor, weights: torch.Tens
 
 
 def _seconds(way: Sum, rows: torch.Tensor, numbers: torch.Tensor, weights: torch.Tensor) -> float:
-    """Times calls in a row, after two that compile and warm up."""
+    """Times calls in a row, after two calls that compile and warm up."""
     for _ in range(2):
         way(rows, numbers, weights)
     _finish(rows)

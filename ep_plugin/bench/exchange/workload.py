@@ -18,8 +18,8 @@ from ep_plugin.bench.suite import BY_BACKEND, Suite, check_least
 from ep_plugin.config import DispatchLayout, MoECommunicatorConfig, in_one_kernel
 
 SCALE_BLOCK = 128  # elements of an FP8 row per scale
-seeds = itertools.count()  # of the data of comparisons: the same on all ranks
-HOT_RANK = 0  # of skewed routing
+seeds = itertools.count()  # seeds for the data of comparisons, the same on all ranks
+HOT_RANK = 0  # skewed routing sends more rows to this rank
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SUMMABLE = tuple(DTYPES)
 DTYPES["float8"] = torch.float8_e4m3fn
@@ -30,10 +30,10 @@ CUDA_SIZES: dict[str, Any] = {"ranks": None, "tokens": 4096, "hidden": 7168, "to
 DISPATCH, CACHED, COMBINE, ROUNDTRIP = "dispatch", "cached", "combine", "roundtrip"
 FLAT, TOKEN_MAJOR, EXPERT_MAJOR = DispatchLayout.FLAT, DispatchLayout.TOKEN_MAJOR, DispatchLayout.EXPERT_MAJOR
 SEND, RECEIVE = "send", "receive"  # halves of an operation
-SKEW = 2.0  # of the skewed case
-SMALL_TOKENS = (512, 128)  # T of the round trips whose latency counts
+SKEW = 2.0  # the skew of the skewed case
+SMALL_TOKENS = (512, 128)  # T of the small round trips, in which latency counts
 
-Sms = dict[str, Any]  # SMs, by fields of MoECommunicatorConfig; fields that are missing have their defaults
+Sms = dict[str, Any]  # SM counts by field of MoECommunicatorConfig; missing fields have their defaults
 SENDS_ON_12: Sms = {"dispatch_send_sms": 12, "dispatch_recv_sms": 48, "combine_send_sms": 12, "combine_recv_sms": 36}
 
 
@@ -97,14 +97,14 @@ class ExchangeSuite(Suite):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.workloads()  # raises for sizes that cannot be
+        self.workloads()  # raises for impossible sizes
 
     def workload_of(self, ranks: int, tokens: int) -> Workload:
-        """Routing is uniformly random."""
+        """Returns a workload of these numbers of ranks and tokens, with uniformly random routing."""
         return Workload(ranks=ranks, tokens=tokens, hidden=self.hidden, topk=self.topk, experts=self.experts)
 
     def workloads(self) -> list[Workload]:
-        """All sizes that are measured."""
+        """Returns all sizes that are measured."""
         return [self.workload]
 
     @property
@@ -114,10 +114,11 @@ class ExchangeSuite(Suite):
 
 @dataclass(frozen=True, kw_only=True)
 class Spec:
-    """One case. peers: they do it too. capacity: ep_plugin's output has a fixed size, so its host does not wait.
+    """One case.
 
-    layout: EXPERT_MAJOR is that of mode="ll". quantize: rows leave as FP8 with scales, quantised on the way. graph: a
-    CUDA graph is replayed. half: SEND or RECEIVE, of an operation in mode="ll".
+    peers: the peers run the case, too. capacity: ep_plugin's output has a fixed size, so the host does not wait.
+    layout: EXPERT_MAJOR selects mode="ll". quantize: rows are quantised on the way, and leave as FP8 with scales.
+    graph: a CUDA graph is replayed. half: SEND or RECEIVE, one half of an operation in mode="ll".
     """
 
     name: str
@@ -134,7 +135,7 @@ class Spec:
 
     @property
     def config(self) -> MoECommunicatorConfig:
-        """ep_plugin's."""
+        """Returns the configuration of ep_plugin's communicator."""
         sizes, options = self.workload, self.sms
         if self.layout is EXPERT_MAJOR:
             options = {"mode": "ll", "max_row_bytes": sizes.hidden * DTYPES[self.dtype].itemsize}
@@ -149,7 +150,7 @@ class Spec:
 
     @property
     def dedup(self) -> bool:
-        """Whether ep_plugin sends one row per (token, rank): a low-latency combine of few pairs sends one for each."""
+        """Whether ep_plugin sends one row per (token, rank). A low-latency combine of few pairs sends one per pair."""
         many = self.workload.tokens * self.workload.topk > _C.ll_few_pairs
         return many or self.what != COMBINE or self.layout is not EXPERT_MAJOR
 
@@ -162,7 +163,7 @@ class Spec:
 def specs_of(
     workload: Workload, dtypes: tuple[str, ...], layouts: tuple[DispatchLayout, ...], on_gpus: bool
 ) -> list[Spec]:
-    """All cases for these types and layouts. Cases that share inputs are next to each other."""
+    """Returns all cases for these types and layouts. Cases that share inputs are next to each other."""
     summable = [dtype for dtype in dtypes if dtype in SUMMABLE]
     found = [
         Spec(name=name.format(SHORT_NAMES[dtype]), what=what, dtype=dtype, layout=layout, workload=workload, sms=sms,
@@ -177,7 +178,7 @@ def specs_of(
         name = "dispatch_flat_bf16_to_fp8"
         found.append(Spec(name=name, what=DISPATCH, dtype="bfloat16", workload=workload, quantize=True))
     for dtype in summable[:1]:
-        with contextlib.suppress(ValueError):  # too few ranks or experts for it
+        with contextlib.suppress(ValueError):  # the case needs more ranks or experts
             name = f"dispatch_flat_{SHORT_NAMES[dtype]}_skew{SKEW:g}"
             found.append(Spec(name=name, what=DISPATCH, dtype=dtype, workload=replace(workload, skew=SKEW)))
         for tokens in SMALL_TOKENS:
@@ -193,9 +194,9 @@ AXES = {"tokens": "t", "hidden": "h", "topk": "k", "experts": "e", "skew": "skew
 
 
 def sweep_specs(workload: Workload, dtype: str, sweep: list[str]) -> list[Spec]:
-    """Dispatch and combine of the workload, the headline, and of the workload with one size changed at a time.
+    """Returns dispatch and combine of the workload (the headline), and of the workload with one size changed at a time.
 
-    sweep: "AXIS=V1,V2,...", of AXES. ValueError for another text, and for sizes that cannot be.
+    sweep: texts "AXIS=V1,V2,...", with an axis of AXES. Raises ValueError for other texts and for impossible sizes.
     """
     changes: dict[str, tuple[Workload, Sms]] = {"headline": (workload, {})}
     for text in sweep:
@@ -222,7 +223,7 @@ def sweep_specs(workload: Workload, dtype: str, sweep: list[str]) -> list[Spec]:
 class Batch:
     """One rank's tokens. x: `[T, H]`, ids: int64 `[T, K]`, weights: float32 `[T, K]`, scales: `[T, S]` with FP8.
 
-    Weights are 0.1 to 1.1 and not normalised, so that a result with other weights, or without, is plainly wrong.
+    Weights are 0.1 to 1.1 and not normalised. So a result with other weights, or without weights, is clearly wrong.
     quantize: x arrives as FP8 with scales.
     """
 
@@ -234,24 +235,24 @@ class Batch:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row and its scales, as they travel."""
+        """Returns the bytes of a row and its scales, as they travel."""
         H, scaled = self.x.shape[1], self.quantize or self.scales is not None
         scales = -(-H // SCALE_BLOCK) * torch.float32.itemsize if scaled else 0
         return H * (1 if self.quantize else self.x.element_size()) + scales
 
     def clone(self) -> Batch:
-        """A batch with rows, ids and weights in memory of its own."""
+        """Returns a copy with rows, ids and weights in memory of its own."""
         return replace(self, x=self.x.clone(), ids=self.ids.clone(), weights=self.weights.clone())
 
     def copy_(self, other: Batch) -> None:
-        """Takes over the rows, ids and weights of `other`."""
+        """Copies the rows, ids and weights of `other` into this batch."""
         self.x.copy_(other.x)
         self.ids.copy_(other.ids)
         self.weights.copy_(other.weights)
 
 
 def batches(workload: Workload, dtype: torch.dtype, device: torch.device) -> list[Batch]:
-    """The tokens of each rank, the same on every rank."""
+    """Makes the tokens of each rank. Every rank makes the same ones."""
     random = torch.Generator(device).manual_seed(0)
     made = []
     for _ in range(workload.ranks):
@@ -268,25 +269,27 @@ def batches(workload: Workload, dtype: torch.dtype, device: torch.device) -> lis
 
 
 def _chosen(workload: Workload, scores: torch.Tensor, random: torch.Generator) -> torch.Tensor:
-    """The experts of each token, `[T, K]`: the highest scores, with as many of the hot rank as the skew asks for."""
+    """Returns the experts of each token, `[T, K]`: those with the highest scores. The skew determines how many of them
+    are on the hot rank."""
     if workload.skew == 1:
         return scores.topk(workload.topk, dim=1).indices
-    # Each token has an equal share of the hot rows; the remainder goes to some tokens, one row each.
+    # Each token has an equal share of the hot rows. The remainder goes to some tokens, one row each.
     T = workload.tokens
     total = round(workload.skew * T * workload.topk / workload.ranks)
     extra = torch.randperm(T, generator=random, device=scores.device) < total % T
     share = total // T + extra.long()
     first, end = HOT_RANK * workload.local_experts, (HOT_RANK + 1) * workload.local_experts
     position = scores[:, first:end].argsort(1, descending=True).argsort(1)
-    # Scores are below 1: hot experts come before all others, or after them.
+    # Scores are below 1. So hot experts come before all others, or after them.
     scores[:, first:end] = torch.where(position < share.unsqueeze(1), 2.0, -1.0)
     return scores.topk(workload.topk, dim=1).indices
 
 
 def other_rows(everyone: list[Batch], turn: int, reroute: bool) -> list[Batch]:
-    """The batches with each rank's rows, weights and scales in another order for each turn, the same on every rank.
+    """Returns the batches with each rank's rows, weights and scales in an order that differs from turn to turn. Every
+    rank makes the same batches.
 
-    reroute: the routes too, in an order of their own. Every expert receives as many rows as before.
+    reroute: routes are also reordered, in an order of their own. Every expert receives as many rows as before.
     """
     found, device = [], everyone[0].x.device
     random = torch.Generator(device).manual_seed(turn)
@@ -300,7 +303,8 @@ def other_rows(everyone: list[Batch], turn: int, reroute: bool) -> list[Batch]:
 
 
 def random_like(seed: int, like: torch.Tensor) -> torch.Tensor:
-    """Random bytes, or numbers of another type, in the shape of `like`: what a rank sends, and every rank can make."""
+    """Returns random bytes, or random numbers of another dtype, in the shape of `like`. Every rank can make them, so it
+    can compare what another rank sends."""
     random: dict[str, Any] = {"generator": torch.Generator(like.device).manual_seed(seed), "device": like.device}
     if like.dtype is torch.uint8:
         return torch.randint(0, 256, like.shape, dtype=torch.uint8, **random)
@@ -308,13 +312,13 @@ def random_like(seed: int, like: torch.Tensor) -> torch.Tensor:
 
 
 def expert_factors(workload: Workload, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """`[E]`, 0.5 to 1.5: a factor for the rows of each expert, which tells it from the others."""
-    # The fractions of the golden ratio's multiples lie far apart.
+    """Returns a factor from 0.5 to 1.5 for the rows of each expert, `[E]`. All experts have different factors."""
+    # The fractional parts of multiples of the golden ratio lie far apart.
     return (0.5 + (torch.arange(workload.experts, dtype=torch.float64, device=device) * 0.6180339887) % 1).to(dtype)
 
 
 def rows_by_rank(workload: Workload, ids: list[torch.Tensor], dedup: bool, nodes: int | None = None) -> torch.Tensor:
-    """Rows from each rank to each rank, int64 `[R, R]` on the host; with `nodes` to each node, `[R, N]`.
+    """Counts the rows from each rank to each rank, int64 `[R, R]` on the host; with `nodes`, to each node, `[R, N]`.
 
     ids: `[T, K]` of each rank. dedup: a token crosses once per destination, however many of its experts are there.
     """
@@ -325,7 +329,8 @@ def rows_by_rank(workload: Workload, ids: list[torch.Tensor], dedup: bool, nodes
 
 
 def rows_over_rails(workload: Workload, ids: list[torch.Tensor], nodes: int) -> torch.Tensor:
-    """Tokens of each rank that need each other node, int64 `[R, N]` on the host. A node has R / N consecutive ranks."""
+    """Counts the tokens of each rank that need each other node, int64 `[R, N]` on the host. A node has R / N
+    consecutive ranks."""
     node = torch.arange(workload.ranks) // (workload.ranks // nodes)
     return rows_by_rank(workload, ids, True, nodes).masked_fill(node[:, None] == torch.arange(nodes), 0)
 
@@ -333,7 +338,8 @@ def rows_over_rails(workload: Workload, ids: list[torch.Tensor], nodes: int) -> 
 def rows_on_the_wire(
     workload: Workload, ids: list[torch.Tensor], dedup: bool, nodes: int = 1, two_levels: bool = False
 ) -> int:
-    """Rows that cross to or from the busiest rank, in its busier direction: between ranks, or between several nodes.
+    """Counts the rows that cross to or from the busiest rank, in its busier direction. With several nodes, it counts
+    rows between nodes; with one, rows between ranks.
 
     dedup: see `rows_by_rank`. two_levels: a token crosses once per node, to the rank of the same rail.
     """

@@ -1,7 +1,7 @@
 """The suites `allgather`, `reduce-scatter` and `send-receive` time our collectives beside those of the backend.
 
-Every implementation is compared with plain torch before any is timed, and once more after, each time with new data and
-into poisoned memory.
+Every implementation is compared with plain torch before the timing and again after it, each time with new data and into
+poisoned memory.
 
 A case of the first two suites is a size in bytes. It is the size of the gathered output, or of the input that is
 scattered. `bytes_wire` counts the bytes that must reach a rank. On one node they come from its peers. With several
@@ -9,9 +9,9 @@ nodes they come over its rail, and must equal what ep_plugin says it has sent. `
 largest kernel, without the backend's kernels for the rails. One object of ep_plugin serves all sizes, so `peer_bytes`
 includes the buffers of earlier sizes.
 
-A case of `send-receive` is a pattern and a message's size in bytes. `one_way`: every even rank sends to the rank after
-it. `both_ways`: these two send to each other. `ring`: every rank sends to the rank after it and receives from the one
-before it. A call ends when all messages of its rank are over. `bytes_wire` are the bytes that a rank sends.
+A case of `send-receive` is a pattern and a message's size in bytes. `one_way`: every even rank sends to the next rank.
+`both_ways`: these two ranks send to each other. `ring`: every rank sends to the next rank and receives from the
+previous one. A call ends when all messages of its rank are over. `bytes_wire` counts the bytes that a rank sends.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ KIB, MIB = 1 << 10, 1 << 20
 _TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 3e-3}
 RING = "ring"
 PATTERNS = ("one_way", "both_ways", RING)
-_SMALL = [32, KIB, 16 * KIB, 64 * KIB]  # bytes of messages
-# The names of PyTorch 2.13 and later, or those of before.
+_SMALL = [32, KIB, 16 * KIB, 64 * KIB]  # sizes of messages in bytes
+# PyTorch 2.13 has new names for these functions.
 all_gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 reduce_scatter: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
@@ -115,7 +115,7 @@ class CollectiveSuite(OverNodes):
     def _way(self, device: torch.device, size: int, impl: str, made: Any, foreign: bool = False) -> Way:
         """Makes a way of ep_plugin's collective `made`, or of the backend's (None). A foreign tensor is not mapped."""
         large = self._empty(device, size, None if foreign else made)
-        # As FSDP2 calls it; gloo's would overlap.
+        # The small tensor is a part of the large one, as in FSDP2. gloo does not take tensors that overlap.
         in_place = self.gathers and not foreign and (made is not None or device.type == "cuda")
         small = large.chunk(self.ranks)[dist.get_rank()] if in_place else self._empty(device, size // self.ranks)
         source, out = (small, large) if self.gathers else (large, small)
@@ -149,7 +149,7 @@ class CollectiveSuite(OverNodes):
         per_node, shard = self.ranks // self.nodes, size // self.ranks
         if per_node == 1:
             return 0  # all bytes go over the rails
-        # The bytes of a shard that kernels move at a time from or to the rails.
+        # Kernels move this many bytes of a shard at a time from or to the rails.
         chunk = shard if self.nodes == 1 else min(shard, CHUNK_BYTES[self.backend])
         if self.gathers:
             return max(gather_sms(path, piece, per_node, mapped=not foreign) for piece in (shard, chunk))

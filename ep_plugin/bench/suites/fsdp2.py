@@ -1,6 +1,6 @@
 """The suite `fsdp2` times a training step of a dense Qwen3 under FSDP2, through its own collectives and ours.
 
-One model is in memory. The collectives of its parameter groups are exchanged between steps, so that the arms are timed
+One model is in memory. The suite replaces the collectives of its parameter groups between steps, so the arms are timed
 in turn. First each arm trains from the same weights, with PyTorch's deterministic algorithms. Stock trains twice, to
 show that it repeats itself. With our gathers alone every loss must equal stock's. With our reductions too it must be
 within 1e-3. `no communication` leaves the collectives out, so the time of another arm beyond it is exposed.
@@ -24,11 +24,11 @@ from ep_plugin.bench.timing import Timing, clock_of, time_in_turn
 
 STOCK, GATHER, BOTH, NONE = "stock", "ep_plugin, gathers only", "ep_plugin", "no communication"
 STOCK_AGAIN = "stock, once more"
-LIMIT = 1e-3  # of the loss, relative, where reductions are ours
+LIMIT = 1e-3  # the largest relative difference of losses with our reductions
 WIDTHS: dict[str, dict[str, Any]] = {
     "cpu": {"vocab_size": 1024, "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4,
             "num_key_value_heads": 2, "head_dim": 64},
-    # Qwen3-4B's.
+    # The sizes of Qwen3-4B.
     "cuda": {"vocab_size": 151936, "hidden_size": 2560, "intermediate_size": 9728, "num_attention_heads": 32,
              "num_key_value_heads": 8, "head_dim": 128},
 }  # fmt: skip
@@ -67,7 +67,7 @@ class Fsdp2Suite(Suite):
         training = _Training(self, device)
         losses, peaks = training.compare()
         optimizer, timings = training.optimizer(), dict[str, Timing]()
-        # Without communication the weights become whatever memory held: that arm comes last.
+        # Without communication the weights become whatever the memory held, so that arm comes last.
         for names in ((STOCK, GATHER, BOTH), (NONE,)):
             steps = {name: training.step(training.arms[name], optimizer) for name in names}
             timings |= time_in_turn(clock_of(device), steps, self.iterations)
@@ -150,7 +150,7 @@ class _Training:
                 for parameter, value in zip(self._model.parameters(), start, strict=True):
                     parameter.to_local().copy_(value)
             _peak_memory(self._device)
-            with sdpa_kernel(SDPBackend.MATH):  # the fused ones would warn that they are not deterministic
+            with sdpa_kernel(SDPBackend.MATH):  # fused kernels would warn that they are not deterministic
                 losses[name] = self._train(self.arms[STOCK if name == STOCK_AGAIN else name])
             peaks[name] = _peak_memory(self._device)
         torch.use_deterministic_algorithms(False)

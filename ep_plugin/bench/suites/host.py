@@ -1,11 +1,11 @@
 """The suite `host`: the host's time of eager calls, many in a row.
 
-A sample is the host's time of `calls` calls, divided by their number; the slowest rank counts. The device is idle when
-a row of calls begins. A call that waits for totals takes the device's time, too. The other suites compare the results
-of these calls with plain torch; this one compares nothing.
+A sample is the host's time of `calls` calls, divided by their number. The slowest rank counts. The device is idle when
+a row of calls begins. The time of a call that waits for totals includes the device's time. Other suites compare the
+results of these calls with plain torch; this suite compares nothing.
 
-`a + b` and `empty` show what a launch and an allocation cost on this host. DeepEP's calls stand beside those of
-ep_plugin.deep_ep where its package can be imported.
+`a + b` and `empty` show the cost of a launch and of an allocation on this host. If DeepEP's package can be imported,
+its calls stand beside the calls of ep_plugin.deep_ep.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class HostSuite(ExchangeSuite):
 
 
 Calls = Iterator[tuple[str, str, Run]]
-"""The case, the implementation and the call of each way."""
+"""Yields (case, implementation, call)."""
 
 
 def _clock(device: torch.device, calls: int) -> Clock:
@@ -137,7 +137,8 @@ def _communicators(suite: HostSuite, batch: Batch, opened: contextlib.ExitStack)
 
 
 def _buffers(suite: HostSuite, batch: Batch, opened: contextlib.ExitStack) -> Calls:
-    """DeepEP's interface by ep_plugin and, where it is installed and has GPUs, by DeepEP, for 2 ranks or more."""
+    """Yields the calls of DeepEP's interface, for 2 ranks or more: of ep_plugin, and of DeepEP if it is installed and
+    there are GPUs."""
     if batch.x.dtype is not torch.bfloat16:
         return
     yield from _throughput_calls(importlib.import_module("ep_plugin.deep_ep"), OURS, suite, batch, opened)
@@ -166,7 +167,7 @@ def _throughput_calls(module: Any, impl: str, suite: HostSuite, batch: Batch, op
 
 
 def _low_latency_calls(suite: HostSuite, batch: Batch, opened: contextlib.ExitStack) -> Calls:
-    """ep_plugin's alone: DeepEP's ask for InfiniBand queue pairs, even inside a node."""
+    """Yields the low-latency calls of ep_plugin. DeepEP's own calls need InfiniBand queue pairs, even inside a node."""
     kind = importlib.import_module("ep_plugin.deep_ep").Buffer
     sizes = suite.tokens, suite.hidden, suite.ranks, suite.experts
     hint = kind.get_low_latency_rdma_size_hint(*sizes)

@@ -27,7 +27,7 @@ from ep_plugin.testing.torchtitan import without_triton
 
 STOCK, EXPERTS, ROUTER = "alltoall", "experts alone", "router alone"
 FRAMEWORKS = {"megatron": "megatron.core", "torchtitan": "torchtitan"}
-LIMIT = 2e-2  # of BF16: the largest difference of a tensor over its largest value
+LIMIT = 2e-2  # for BF16: the largest difference of a tensor divided by its largest value
 _CROSSINGS = 4  # dispatch, combine, and the backward of both
 _CPU_SIZES: dict[str, Any] = {"ranks": 2, "tokens": 256, "hidden": 512, "topk": 4, "experts": 16, "ffn": 128}
 
@@ -64,7 +64,7 @@ class LayersSuite(ExchangeSuite):
         batches = [setup.batch(turn) for turn in range(2)]
         batch, difference = batches[-1], dict[str, float]()
         steps = {impl: _step(setup.layers[impl], batch.inputs, batch.dy) for impl in (STOCK, OURS)}
-        given: list[torch.Tensor] = []  # to the experts by our layer
+        given: list[torch.Tensor] = []  # the tensors that our layer passes to the experts
         hook = setup.experts.register_forward_pre_hook(lambda module, inputs: given.extend(inputs))
         with torch.no_grad():
             setup.layers[OURS](*batch.inputs)
@@ -232,7 +232,7 @@ def _torchtitan(suite: LayersSuite, device: torch.device) -> _Setup:
 
     from ep_plugin.integrations.torchtitan import token_dispatcher
 
-    set_spmd_backend("default")  # the all-to-all then goes over the mesh that it is given
+    set_spmd_backend("default")  # then the all-to-all uses the given mesh
     mesh = init_device_mesh(device.type, (suite.ranks,), mesh_dim_names=("ep",))
     few = GroupedExperts.Config(dim=8, hidden_dim=8, num_experts=1)
     stock = AllToAllTokenDispatcher.Config(num_experts=suite.experts, top_k=suite.topk)

@@ -126,7 +126,7 @@ class MoeSuite(OverNodes, ExchangeSuite):
 
 
 def default_peers(backend: str) -> list[str]:
-    """The peers on one node. DeepEP needs GPUs."""
+    """Returns the names of the peers on one node. DeepEP needs GPUs."""
     has_deep_ep = backend == "cuda" and importlib.util.find_spec(DEEP_EP) is not None
     return [ALL_TO_ALL, DEEP_EP] if has_deep_ep else [ALL_TO_ALL]
 

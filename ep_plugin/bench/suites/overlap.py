@@ -28,7 +28,7 @@ from ep_plugin.collectives.send_receive import SendReceive
 ALONE = "products_alone"
 PRODUCTS = 2
 SIZE = 8192
-_COMPARED = 64  # rows and columns of the product
+_COMPARED = 64  # this many rows and columns of the product are compared
 
 Beside = Callable[[Callable[[], None], Run], Run]  # makes one call of both, which returns the communication's result
 
@@ -85,7 +85,7 @@ class OverlapSuite(ExchangeSuite):
                 case = f"products_beside_{size // MIB}MiB" if size % MIB == 0 else f"products_beside_{size}B"
                 ways += [replace(way, case=case) for way in gathers.ways(device, size, {OURS: gather})]
                 ways += [replace(way, case=f"{case}_ring") for way in ring.ways(device, RING, size, messages)]
-            # The routing of the dispatch is known, so it does not wait on the host.
+            # The routing of the dispatch is known, so the host does not wait.
             for case, what in (("products_beside_dispatch", CACHED), ("products_beside_combine", COMBINE)):
                 spec = Spec(name=case, what=what, dtype="bfloat16", workload=self.workload, sms=SENDS_ON_12)
                 ways += Scene(spec, device).ways([ALL_TO_ALL], opened)

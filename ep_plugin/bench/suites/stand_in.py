@@ -5,9 +5,9 @@ ranks in processes of their own, but there is no group, and rows go to memory of
 kernels of all ranks for an operation, or for one half of it, so the host adds no time. A case has these rows:
 
 - `ep_plugin`: the time of the graph.
-- `floor`: the bytes of the busiest rank at `--rate`.
-- `predicted`: their sum without `launch`, the time of a graph of N kernels that do nothing. Links and kernels overlap,
-  so links should cost less; a rank on a GPU of its own has N times the SMs.
+- `floor`: the time of the busiest rank's bytes at `--rate`.
+- `predicted`: the sum of both, minus `launch`, the time of a graph of N kernels that do nothing. The real time should
+  be less, since links and kernels overlap, and a rank on a GPU of its own has N times the SMs.
 
 On CPUs the ranks are threads that run the kernels of CPUs. That tests the suite, and predicts nothing.
 """
@@ -140,7 +140,7 @@ class Together:
         for operation in self.operations:
             operation.check()
             operation.prepare()
-        for each in phases:  # loads the kernels: none may be loaded while another one waits for it
+        for each in phases:  # loads the kernels, since none may be loaded while another kernel waits for it
             self._launch(each)
         ranks.check()
         on_gpu = ranks.device.type == "cuda"
@@ -179,7 +179,7 @@ class SharedScene(Scene):
         self._specs = specs
         self._fixed = [batch.clone() for batch in self.everyone]
         self.ranks = StandIn(self.spec.workload.ranks, self.spec.config, device)
-        self._counters = [torch.zeros(1, device=device) for _ in self.ranks.ranks]  # a graph does not keep them alive
+        self._counters = [torch.zeros(1, device=device) for _ in self.ranks.ranks]  # a graph keeps no tensor alive
         self._dispatch = Together(self.ranks, self._dispatch_of)
         self._dispatch.run()
         self._y = [out.tokens.clone() for out in _received(self._dispatch)]

@@ -1,7 +1,7 @@
 """The suite `wire` measures the rates of the links and of the SMs, without any exchange around them. GPUs only.
 
-Every rank copies at the same time, `nbytes` to (or from) each other rank. A block has one part for each rank: rank r
-reads and writes part r of its peers' blocks, so no two ranks write to one part.
+All ranks copy at the same time, `nbytes` to (or from) each other rank. A block has one part for each rank. Rank r reads
+and writes part r of its peers' blocks, so no two ranks write to the same part.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ep_plugin.transport.exchange import Exchange
 
 CHUNKS = (1024, 4096, 14336)
 SMS = (4, 8, 12, 16, 24, 48, 132)
-PIECE = 4096  # the chunk of 16-byte stores and loads
+PIECE = 4096  # bytes of a chunk of 16-byte stores and loads
 KINDS = {"store": 0, "load": 1, "tma_store": 2, "tma_load": 3, "ce_push": 4, "ce_pull": 4}  # csrc/common/wire.h
 _PULLS = ("load", "tma_load", "ce_pull")
 CUDA_BYTES = 4096 * 57344  # a multiple of all chunks
@@ -77,14 +77,14 @@ class Wire:
         self._source = self._content(self.rank)
         self._sink = torch.empty(nbytes, dtype=torch.uint8, device=device)
         self._failed = torch.zeros(2, dtype=torch.int32, device=device)
-        self._others = [(self.rank + step) % self.size for step in range(1, self.size)]  # each rank starts elsewhere
+        self._others = [(self.rank + step) % self.size for step in range(1, self.size)]  # ranks start apart
         self.moved = nbytes * len(self._others)  # bytes that one rank copies in one direction
 
     def run(self, copy: Copy, keep: bool = False) -> None:
         """Enqueues the copy on the current stream. With `keep`, `_sink` gets the bytes of the last peer."""
         pulls = copy.kind in _PULLS
         theirs = [self._ptrs[other] + self.rank * self.nbytes for other in self._others]
-        if keep:  # one pair, or each would write to the same sink
+        if keep:  # copies only one pair, since all pairs would write to the same sink
             theirs = theirs[-1:]
         here = [(self._sink if pulls else self._source).data_ptr()] * len(theirs)
         args = _C.WireArgs(
