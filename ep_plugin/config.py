@@ -19,13 +19,13 @@ ROW_ALIGNMENT_BYTES = 16
 MODES = ("ht", "ll")
 
 SMS_FIELDS = ("dispatch_send_sms", "dispatch_recv_sms", "combine_send_sms", "combine_recv_sms")
-LEAST_SMS = {"dispatch_recv_sms": 0, "combine_recv_sms": 0}  # 0: the sending kernel receives, too
+LEAST_SMS = {"dispatch_recv_sms": 0, "combine_recv_sms": 0}  # 0: the sending kernel also receives
 # Ranks may differ in these fields, which change neither the bytes sent nor their places.
 _LOCAL_FIELDS = ("timeout_s", *SMS_FIELDS)
 
 
 def in_one_kernel(sms: int) -> dict[str, int]:
-    """SMS_FIELDS where one kernel of each operation sends and receives, on so many SMs."""
+    """Returns SMS_FIELDS for operations in which one kernel sends and receives, on `sms` SMs."""
     return {"dispatch_send_sms": sms, "dispatch_recv_sms": 0, "combine_send_sms": sms, "combine_recv_sms": 0}
 
 
@@ -37,7 +37,7 @@ class DispatchLayout(enum.Enum):
     TOKEN_MAJOR = "token_major"
     """``[N, H]``, one row per token, ordered by (source rank, source token), with its local experts beside it."""
     EXPERT_MAJOR = "expert_major"
-    """``[E_l, R * T_max, H]``, a fixed block per local expert, whose first rows are valid. For mode="ll" alone."""
+    """``[E_l, R * T_max, H]``, a fixed block per local expert, whose first rows are valid. Only for mode="ll"."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,27 +45,28 @@ class MoECommunicatorConfig:
     """Settings of one MoECommunicator. Construction raises ValueError for wrong values.
 
     num_experts: experts over all ranks; must be a multiple of the group's size.
-    hidden_size: elements of a row, the largest that will be dispatched.
-    topk: experts per token, the largest that will be dispatched; at most 128.
-    max_tokens_per_rank: most tokens that any rank dispatches at once. Each pool then has room for as many tokens of
-        every rank. None: pools grow when rows do not fit, to the most rows that one rank sent to another, for every
-        rank. mode="ll" needs it, at most 4096; memory is in proportion to it.
-    mode: "ht", high throughput; "ll", low latency, for few tokens per rank and no host in the way.
+    hidden_size: most elements of a row in any dispatch.
+    topk: most experts per token in any dispatch; at most 128.
+    max_tokens_per_rank: most tokens that any rank dispatches at once. Each pool then has room for that many tokens of
+        every rank. None: pools grow when rows do not fit. Each then has room, for every rank, for the most rows that
+        one rank sent to another. mode="ll" needs a number, at most 4096; its memory is in proportion to it.
+    mode: "ht": high throughput. "ll": low latency, for few tokens per rank; the host never waits.
     layout: how dispatch arranges rows, a DispatchLayout or its value such as "flat". None: the mode's default, FLAT for
-        "ht", EXPERT_MAJOR for "ll", which has no other.
-    max_row_bytes: bytes of the widest row, a multiple of 16. None: hidden_size elements of any dtype; in mode="ll" of 2
-        bytes each.
+        "ht", EXPERT_MAJOR for "ll". "ll" has no other layout.
+    max_row_bytes: bytes of the widest row, a multiple of 16. None: room for hidden_size elements of any dtype; in
+        mode="ll" of 2 bytes each.
     expert_alignment: each expert's group of FLAT rows is padded to a multiple of this, at most 2**20.
-    rail_chunks: where the group spans nodes, the number of chunks, 1 to 6, into which a rank cuts its tokens. The rows
-        of one chunk are forwarded inside the other node while those of the next one cross. More chunks mean more and
-        shorter messages. None: 4 for 2 nodes, 2 for 3, else 1. Unused on one node.
+    rail_chunks: the number of chunks, 1 to 6, into which a rank cuts its tokens if the group spans nodes. The rows of
+        one chunk are forwarded inside the other node while the rows of the next chunk cross. More chunks mean more and
+        shorter messages. None: 4 for 2 nodes, 2 for 3 nodes, else 1. Unused on one node.
     timeout_s: seconds that a rank waits for its peers, at most 1e9. None: the process group's own timeout.
-    dispatch_send_sms, dispatch_recv_sms, combine_send_sms, combine_recv_sms: SMs of each kernel. None: as many as fill
-        the links with rows of the operation's shape, and more for small batches, if the operation's other kernel
-        leaves so many. dispatch_recv_sms=0 or combine_recv_sms=0: one kernel sends and receives; for few SMs. A
-        dispatch without capacity= or previous_handle= is then sent after the host has the totals. Not in mode="ll".
-    shrink: mode="ll": a rank for which a peer waits longer than timeout_s is masked, and the others go on without it.
-        False: they raise PeerTimeout.
+    dispatch_send_sms, dispatch_recv_sms, combine_send_sms, combine_recv_sms: SMs of each kernel. Not in mode="ll".
+        None: as many SMs as fill the links with rows of the operation's shape, more for small batches, and no more than
+        the operation's other kernel leaves. dispatch_recv_sms=0 or combine_recv_sms=0: one kernel sends and receives;
+        use it if SMs are few. A dispatch without capacity= or previous_handle= then sends after the host has the
+        totals.
+    shrink: only in mode="ll". True: if a peer waits longer than timeout_s for a rank, the rank is masked, and the
+        others continue without it. False: they raise PeerTimeout.
 
     All ranks must agree on everything except the timeout and the SM counts.
     """
@@ -115,7 +116,7 @@ class MoECommunicatorConfig:
 
     @property
     def resolved_layout(self) -> DispatchLayout:
-        """The layout that dispatch returns: the one asked for, or the mode's default."""
+        """The layout that dispatch returns: `layout`, or the mode's default."""
         if self.layout is None:
             return DispatchLayout.FLAT if self.mode == "ht" else DispatchLayout.EXPERT_MAJOR
         return DispatchLayout(self.layout)
@@ -136,12 +137,12 @@ class MoECommunicatorConfig:
                 raise ValueError(f'{name}: expected None in mode="ll", got {getattr(self, name)}')
 
     def agreement_hash(self) -> int:
-        """A number below 2**63, equal on two ranks if they agree on every field on which all ranks must agree."""
+        """Returns a number below 2**63. Two ranks have equal numbers if they agree on every field that must agree."""
         text = json.dumps(self._agreed_fields(), sort_keys=True)
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
 
     def describe(self) -> str:
-        """The fields on which all ranks must agree, on one line, for messages."""
+        """Returns the fields on which all ranks must agree, on one line, for messages."""
         return ", ".join(f"{name}={value}" for name, value in self._agreed_fields().items())
 
     def _agreed_fields(self) -> dict[str, int | str | None]:

@@ -25,17 +25,17 @@ DTYPES = [
     torch.int64,
 ]
 DTYPE_CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
-# The values of `quantize`, and the dtype of quantised rows. The last two are for mode="ll" alone.
+# The values of `quantize`, and the dtype of quantised rows. The last two are only for mode="ll".
 QUANTIZED = {"e4m3": torch.float8_e4m3fn, "e4m3_pow2": torch.float8_e4m3fn, "e4m3_ue8m0": torch.float8_e4m3fn}
 QUANTIZED_BY_MODE = {"ht": ("e4m3",), "ll": tuple(QUANTIZED)}
 QUANTIZABLE = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def num_scales(hidden: int | torch.SymInt) -> int | torch.SymInt:
-    """Scales of a quantised row."""
+    """Returns the number of scales of a quantised row of `hidden` elements."""
     return (hidden + _C.scale_block - 1) // _C.scale_block
 
 
 def weight_dtype(rows: torch.dtype) -> torch.dtype:
-    """The dtype of the weights that are sent with rows of dtype `rows`."""
+    """Returns the dtype of the weights that are sent with rows of dtype `rows`."""
     return torch.float64 if rows is torch.float64 else torch.float32

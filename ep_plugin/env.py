@@ -1,4 +1,4 @@
-"""All environment variables are read here.
+"""Reads all environment variables of ep_plugin. No other module reads one.
 
 Variables of ep_plugin (all optional):
 
@@ -52,7 +52,7 @@ _READ_HERE = (
 )  # fmt: skip
 KNOWN = {_PREFIX, f"{_PREFIX}_CUDA_ARCHS", *(f"{_PREFIX}_{name}" for name in _READ_HERE)}
 _AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
-_RAIL = {"TORCH_NCCL_BLOCKING_WAIT": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}  # together: no watchdog
+_RAIL = {"TORCH_NCCL_BLOCKING_WAIT": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}  # both together disable the watchdog
 _SYMMETRIC_MEMORY = {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 _warned: set[str] = set()
 
@@ -79,7 +79,7 @@ class Settings(NamedTuple):
 
 
 class Launcher(NamedTuple):
-    """The variables of the process launcher, such as torchrun. None: not set."""
+    """The variables that a process launcher such as torchrun sets. None: not set."""
 
     rank: int | None = None
     world_size: int | None = None
@@ -88,23 +88,23 @@ class Launcher(NamedTuple):
 
 
 def integrations() -> tuple[str, ...]:
-    """The names in ``EP_PLUGIN``, in their order, each once. The caller refuses unknown names."""
+    """Returns the names in ``EP_PLUGIN``, in their order, each once. The caller refuses unknown names."""
     names = (name.strip() for name in os.environ.get(_PREFIX, "").split(","))
     return tuple(dict.fromkeys(name for name in names if name))
 
 
 def keep_from_children() -> None:
-    """Takes ``EP_PLUGIN`` out of the environment of programs that this process starts from now on."""
+    """Removes ``EP_PLUGIN`` from the environment of programs that this process starts from now on."""
     os.environ.pop(_PREFIX, None)
 
 
 def keep_from_programs() -> None:
-    """Keeps ``EP_PLUGIN`` for those that are ranks among the processes that this one starts from now on."""
+    """Limits ``EP_PLUGIN`` to ranks: other programs that this process starts from now on ignore it."""
     os.environ[f"{_PREFIX}_CHILDREN"] = _RANKS
 
 
 def settings() -> Settings:
-    """The current settings. ValueError with the variable and its value, if a value is wrong."""
+    """Returns the current settings. Raises ValueError with the variable and its value if a value is wrong."""
     return _parsed(tuple(os.environ.get(f"{_PREFIX}_{name}") for name in _READ_HERE))
 
 
@@ -134,12 +134,13 @@ def _parsed(values: tuple[str | None, ...]) -> Settings:
 
 
 def check_ids() -> bool:
-    """``settings().check_ids`` alone. Every dispatch on GPUs asks for it, and each variable costs 1 us."""
+    """Returns ``settings().check_ids``, and reads no other variable. Every dispatch on GPUs calls this, and each
+    variable costs 1 us."""
     return _boolean("EP_PLUGIN_CHECK_IDS")
 
 
 def launcher() -> Launcher:
-    """The launcher's ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK`` and ``LOCAL_WORLD_SIZE``."""
+    """Returns the launcher's ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK`` and ``LOCAL_WORLD_SIZE``."""
     return Launcher(
         rank=_integer("RANK", at_least=0),
         world_size=_integer("WORLD_SIZE", at_least=1),
@@ -149,17 +150,17 @@ def launcher() -> Launcher:
 
 
 def master() -> tuple[str, int]:
-    """The launcher's ``MASTER_ADDR`` and ``MASTER_PORT``; without them, the loopback address and port 8361."""
+    """Returns the launcher's ``MASTER_ADDR`` and ``MASTER_PORT``; without them, the loopback address and port 8361."""
     return _value("MASTER_ADDR") or "127.0.0.1", _integer("MASTER_PORT", at_least=1, at_most=65535) or 8361
 
 
 def has_agent_store() -> bool:
-    """Whether the launcher's process serves the store at ``MASTER_ADDR``, as torchrun's does; else rank 0 serves it."""
+    """Whether the launcher's process serves the store at ``MASTER_ADDR``, as with torchrun. Otherwise rank 0 does."""
     return _value("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def torch_autoloads() -> bool:
-    """Whether ``import torch`` calls the backends that are installed, and so reads ``EP_PLUGIN``."""
+    """Whether ``import torch`` calls the backends that are installed. Only then is ``EP_PLUGIN`` read."""
     return os.environ.get(_AUTOLOAD, "1") == "1"
 
 
@@ -180,8 +181,8 @@ def symmetric_memory_variables() -> contextlib.AbstractContextManager[None]:
 def rail_variables() -> contextlib.AbstractContextManager[None]:
     """Sets the variables with which an NCCL backend of a rail is made, and restores them afterwards.
 
-    They leave out PyTorch's watchdog, since a rail has deadlines of its own. When a peer has died or aborted, it would
-    have all ranks of the job write a dump, wait a minute for that, and end the process.
+    They disable PyTorch's watchdog, since a rail has deadlines of its own. After a peer has died or aborted, the
+    watchdog would make all ranks of the job write a dump, wait a minute for the dumps, and end the process.
     """
     return _variables(_RAIL)
 
@@ -201,12 +202,12 @@ def _variables(wanted: dict[str, str]) -> Iterator[None]:
 
 
 def socket_directory() -> str:
-    """The directory of the sockets over which PyTorch's symmetric memory passes descriptors between ranks."""
+    """Returns the directory of the sockets over which PyTorch's symmetric memory passes descriptors between ranks."""
     return next((os.environ[name] for name in ("TMPDIR", "TMP", "TEMP", "TEMPDIR") if name in os.environ), "/tmp")
 
 
 def unknown_variables() -> list[str]:
-    """The variables ``EP_PLUGIN_*`` that are set, and that neither ep_plugin nor its build knows."""
+    """Returns the names of the variables ``EP_PLUGIN_*`` that are set and unknown to ep_plugin and to its build."""
     ours = [name for name in os.environ if name.startswith(f"{_PREFIX}_")]
     return [name for name in ours if not name.startswith(f"{_PREFIX}_BUILD_") and name not in KNOWN]
 
@@ -221,7 +222,7 @@ def _warn_about_unknown() -> None:
 
 
 def _value(name: str) -> str | None:
-    """The variable without surrounding blanks. None if it is not set or empty."""
+    """Returns the variable without surrounding blanks, or None if it is not set or empty."""
     return os.environ.get(name, "").strip() or None
 
 

@@ -13,8 +13,8 @@ class PeerTimeout(EpPluginError):
     """A deadline passed while this rank waited for others.
 
     Attributes:
-        rank: the rank at fault, within the group. Ranks that gave up waiting themselves are not at fault. The lowest
-            rank when several are missing; None when it is not known.
+        rank: the rank at fault, within the group. If several ranks are missing, the lowest of them. None: unknown.
+            Ranks that gave up waiting themselves are not at fault.
         step: the name of the step that did not finish.
     """
 
@@ -28,7 +28,7 @@ class PeerTimeout(EpPluginError):
 
 
 class PeerAborted(EpPluginError):
-    """Another rank failed and told this one.
+    """Another rank failed and reported its failure to this rank.
 
     Attributes:
         rank: the rank that failed, within the group.
@@ -55,8 +55,11 @@ class NotSupported(EpPluginError, NotImplementedError):
 class CaptureRefused(EpPluginError):
     """An operation cannot be captured in a CUDA graph here. Nothing was enqueued, and the communicator stays usable.
 
-    Either memory is missing: run one step of this shape before the capture. Or only one end of an asynchronous
-    operation would be in the graph: wait for the operation on the same side of the capture on which it started.
+    There are two causes:
+
+    - Memory is missing. Run one step of this shape before the capture.
+    - Only the start or only the end of an asynchronous operation would be in the graph. Start the operation and wait
+      for it inside the capture, or do both outside.
     """
 
 

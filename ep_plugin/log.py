@@ -11,7 +11,7 @@ logger = logging.getLogger("ep_plugin")
 
 
 def log() -> logging.Logger:
-    """The logger. With EP_PLUGIN_LOG=1 its INFO records are shown from the first call on."""
+    """Returns the logger. With EP_PLUGIN_LOG=1 its INFO records are shown from the first call on."""
     if env.settings().log:
         _show_info()
     return logger
@@ -23,6 +23,6 @@ def _show_info() -> None:
         logger.setLevel(logging.INFO)
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))
-    # A script may configure logging at any time: its handlers then get the records instead.
+    # A script may configure logging at any time. Then its handlers get the records instead.
     handler.addFilter(lambda _: not logging.root.handlers and logger.handlers == [handler])
     logger.addHandler(handler)

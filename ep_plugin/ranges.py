@@ -1,7 +1,7 @@
 """Ranges that profilers show around operations. They are off unless EP_PLUGIN_RANGES names a profiler.
 
-Each user keeps what `opener` returns, and tests it for None: that is all that ranges cost when they are off. A range
-enqueues nothing and waits for nothing. Code that torch.compile traces opens none.
+Code that opens ranges keeps the result of `opener` and compares it with None. While ranges are off, they cost nothing
+else. A range enqueues nothing and waits for nothing. Code that torch.compile traces opens none.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import Any, TypeAlias
 from ep_plugin import env
 
 Opener: TypeAlias = Callable[[str], AbstractContextManager[Any]]
-"""From a range's name to a context manager."""
+"""A function that takes a range's name and returns a context manager."""
 NOTHING = nullcontext()
-"""In the place of a range that is off."""
+"""A context that does nothing, in the place of a range that is off."""
 
 
 def opener() -> Opener | None:
-    """What opens ranges, as EP_PLUGIN_RANGES says; None: nothing does.
+    """Returns the function that opens ranges for the profiler in EP_PLUGIN_RANGES, or None if the variable is not set.
 
     Raises:
         ValueError: the variable has an unknown value, or names NVTX where PyTorch was built without it.

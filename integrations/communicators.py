@@ -1,4 +1,4 @@
-"""The communicators of integrations, whose operations `ep_plugin.integrations.status()` and load statistics count."""
+"""The communicators of integrations. `ep_plugin.integrations.status()` and load statistics count their operations."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from ep_plugin.ranges import NOTHING, Opener
 
 @untraced
 def communicator_of(name: str, group: dist.ProcessGroup | None, **settings: Any) -> MoECommunicator:
-    """`MoECommunicator.shared(group, **settings)`, with its operations counted as those of the integration `name`.
+    """Returns `MoECommunicator.shared(group, **settings)`, whose operations count for the integration `name`.
 
-    The communicator counts, not its caller: the compiler may trace the caller.
+    The communicator counts them, since the compiler may trace the caller.
     """
     comm = MoECommunicator.shared(group, **settings)
     comm.in_flight.serves = name
@@ -30,7 +30,8 @@ def communicator_of(name: str, group: dist.ProcessGroup | None, **settings: Any)
 
 @untraced
 def communicator_or_none(name: str, group: dist.ProcessGroup | None, **settings: Any) -> MoECommunicator | None:
-    """The same; None if the framework's own exchange is to serve the group (fallback.py)."""
+    """Returns the result of `communicator_of`, or None if the framework's own exchange must serve the group
+    (fallback.py)."""
     try:
         return communicator_of(name, group, **settings)
     except NotSupported as error:
@@ -40,7 +41,7 @@ def communicator_or_none(name: str, group: dist.ProcessGroup | None, **settings:
 
 
 def in_layer(name: str, opens: Opener | None, operation: Callable[..., Any], *args: Any) -> Any:
-    """What `operation` returns, called in a range of the layer's name, and counted in its load.
+    """Calls `operation` in a range with the layer's name, counts it in the layer's load, and returns its result.
 
     Code that torch.compile traces opens no range, and counts in no layer.
     """

@@ -1,11 +1,12 @@
 """DeepSpeed: the parameter gathers and the gradient sums of ZeRO through ep_plugin (docs/deepspeed.md).
 
-Left to DeepSpeed are calls that `Pair.why_left` names, said once by a warning, and those of code that is compiled.
+Two kinds of calls are left to DeepSpeed: calls that `Pair.why_left` names (one warning says so), and calls in compiled
+code.
 """
 
 from __future__ import annotations
 
-# ruff: noqa: E402  an old DeepSpeed is refused before what it lacks is imported
+# ruff: noqa: E402  an old DeepSpeed is refused before names that it lacks are imported
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -28,7 +29,7 @@ __all__ = ["disable", "enable"]
 
 _NAMES = ("all_gather_into_tensor", "reduce_scatter_tensor")
 for _name in (*_NAMES, "_reduce_op"):
-    hooks.check_signatures("deepspeed", TorchBackend, [_name])  # a decorator of DeepSpeed's hides their arguments
+    hooks.check_signatures("deepspeed", TorchBackend, [_name])  # on deepspeed.comm a decorator hides the arguments
 _stock: dict[str, Callable[..., Any]] = {_name: getattr(TorchBackend, _name) for _name in _NAMES}
 _user = PairUser("deepspeed")
 
@@ -79,7 +80,7 @@ def _run(
     async_op: bool,
     **op: Any,
 ) -> Any:
-    """Calls `name` of the group's Pair, or `stock`. Arguments that are not known here go to stock with the rest."""
+    """Calls `name` of the group's Pair, or `stock`. A call with arguments that are unknown here goes to `stock`."""
     is_member = group is not dist.GroupMember.NON_GROUP_MEMBER
     is_enabled = hooks.is_enabled("deepspeed", TorchBackend)
     if stock.keywords or not is_member or not is_enabled or torch.compiler.is_compiling():

@@ -1,4 +1,4 @@
-"""Refuses a group long before its first operation, where an integration knows the group by then."""
+"""Refuses a group long before its first operation, if an integration knows the group early."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ep_plugin.transport.groups import checked_group
 from ep_plugin.transport.topology import NodeMap
 
 _node_maps: weakref.WeakKeyDictionary[dist.ProcessGroup, NodeMap | None] = weakref.WeakKeyDictionary()
-"""Of the groups that have been checked; None: the framework serves the group."""
+"""The node maps of the groups that have been checked; None: the framework serves the group."""
 
 
 def check_group(
@@ -27,15 +27,15 @@ def check_group(
     device: str | torch.device,
     check_nodes: Callable[[NodeMap], None] | None = None,
 ) -> None:
-    """Refuses a group that ep_plugin cannot serve, or warns if the framework is to serve it instead.
+    """Refuses a group that ep_plugin cannot serve, or warns if the framework may serve it instead.
 
     Collective at the first call for a group.
 
     Args:
         name: the integration.
-        group: its ranks call this together.
-        device: of the tensors, or its type.
-        check_nodes: raises NotSupported for nodes that an operation does not serve.
+        group: the group to check. All its ranks call this together.
+        device: the device of the tensors, or its type.
+        check_nodes: a function that raises NotSupported for nodes that an operation does not serve.
 
     Raises:
         NotSupported: the group is not served. All ranks raise it.

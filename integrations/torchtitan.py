@@ -3,8 +3,8 @@
     --override.imports ep_plugin.integrations.torchtitan.token_dispatcher
 
 Add this option to the training command, or set EP_PLUGIN=torchtitan in the environment. Both replace the default
-("standard") communication backend. torchtitan 0.3.0, or a newer version whose dispatchers have the same signatures;
-others raise NotSupported when this is imported.
+("standard") communication backend. It needs torchtitan 0.3.0, or a newer version whose dispatchers have the same
+signatures. With any other version the import raises NotSupported.
 
 Rows are FLAT, for torchtitan's grouped GEMMs, and combine applies the scores. Shapes, in torchtitan's letters: T tokens
 here, D hidden size, K experts per token, E experts in all, e on this rank, R rows received.
@@ -12,7 +12,7 @@ here, D hidden size, K experts per token, E experts in all, e on this rank, R ro
 
 from __future__ import annotations
 
-# ruff: noqa: E402  an old torchtitan is refused before what it lacks is imported
+# ruff: noqa: E402  an old torchtitan is refused before names that it lacks are imported
 import itertools
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -35,7 +35,7 @@ from ep_plugin.ranges import opener
 __all__ = ["EpPluginPaddedTokenDispatcher", "EpPluginTokenDispatcher", "disable", "enable", "token_dispatcher"]
 
 _THEIRS, _THEIR_PADDED = stock.AllToAllTokenDispatcher, stock.TorchAOTokenDispatcher
-_numbers = itertools.count()  # of MoE layers: nothing tells a dispatcher which layer of the model is its own
+_numbers = itertools.count()  # numbers MoE layers, since a dispatcher cannot find out which layer of the model it is in
 _MOST_HIDDEN = 1 << 24  # a limit, not a size: memory is allocated for the rows that are sent
 
 _METHODS = (
@@ -59,11 +59,11 @@ hooks.check_signatures(
 
 
 class _NoGraphTrainer(NotSupported, AttributeError):
-    """An AttributeError too, so that hasattr() returns False."""
+    """A refusal that is also an AttributeError, so that hasattr() returns False."""
 
 
 class _Refused:
-    """An attribute of the class that torchtitan's experimental graph_trainer marks, and that this one lacks."""
+    """A class attribute that torchtitan's experimental graph_trainer reads. Our dispatcher does not have it."""
 
     def __get__(self, instance: object, owner: type) -> NoReturn:
         raise _NoGraphTrainer(
@@ -73,17 +73,20 @@ class _Refused:
 
 
 class EpPluginTokenDispatcher(stock.BaseEPTokenDispatcher):
-    """Each layer has one, and those of a group share a communicator.
+    """torchtitan's token dispatcher over MoECommunicator.
 
-    The communicator is created collectively by `wire_meshes` and stored: torchtitan compiles whole blocks, inside which
-    nothing can be created or looked up.
+    Each layer has a dispatcher. All layers of a group share a communicator.
+
+    `wire_meshes` makes the communicator, collectively, and the dispatcher stores it. torchtitan compiles whole blocks,
+    inside which nothing can be created or looked up.
     """
 
     _token_count_exchange = _Refused()
 
     @dataclass(kw_only=True, slots=True)
     class Config(stock.BaseEPTokenDispatcher.Config):
-        """pad_multiple: the multiple that each expert's rows are padded to, for quantised grouped GEMMs."""
+        """The dispatcher's configuration. pad_multiple: each expert's rows are padded to a multiple of it, for
+        quantised grouped GEMMs."""
 
         pad_multiple: int | None = None
 
@@ -92,10 +95,10 @@ class EpPluginTokenDispatcher(stock.BaseEPTokenDispatcher):
         self.pad_multiple = config.pad_multiple or 1
         self.communicator: MoECommunicator | None = None
         self._range, self._layer = opener(), f"torchtitan MoE layer {next(_numbers)}"
-        self._own: Any = None  # torchtitan's dispatcher, where it serves in our place (fallback.py)
+        self._own: Any = None  # torchtitan's dispatcher, if it serves in our place (fallback.py)
 
     def wire_meshes(self, *, ep_mesh: Any) -> None:
-        """Set the mesh of expert parallelism. Without one, tokens stay on this rank."""
+        """Sets the mesh of expert parallelism. Without one, tokens stay on this rank."""
         self.ep_mesh, self.communicator = ep_mesh, None
         if ep_mesh is not None:
             self.communicator = communicator_or_none(
@@ -117,7 +120,7 @@ class EpPluginTokenDispatcher(stock.BaseEPTokenDispatcher):
             )
 
     def _torchtitans(self) -> Any:
-        """torchtitan's own dispatcher of the same configuration."""
+        """Makes torchtitan's own dispatcher of the same configuration."""
         given: dict[str, Any] = {"num_experts": self.num_experts, "top_k": self.top_k}
         if self.pad_multiple > 1:
             return _THEIR_PADDED(_THEIR_PADDED.Config(**given, pad_multiple=self.pad_multiple))
@@ -130,9 +133,10 @@ class EpPluginTokenDispatcher(stock.BaseEPTokenDispatcher):
         topk_expert_ids_TK: torch.Tensor,
         num_local_tokens_per_expert_E: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, object]:
-        """Rows ``[R, D]`` grouped by local expert, the rows of each with padding ``[e]``, and combine's metadata."""
+        """Dispatches tokens. Returns rows ``[R, D]`` grouped by local expert, the number of rows of each expert with
+        padding ``[e]``, and combine's metadata."""
         if self._own is not None:
-            if not torch.compiler.is_compiling():  # it would compile again whenever a count has changed
+            if not torch.compiler.is_compiling():  # torch would compile again whenever a count has changed
                 hooks.left("torchtitan")
             return self._own.dispatch(x_TD, topk_scores_TK, topk_expert_ids_TK, num_local_tokens_per_expert_E)
         if self.communicator is None:
@@ -144,7 +148,7 @@ class EpPluginTokenDispatcher(stock.BaseEPTokenDispatcher):
         return out.tokens, out.expert_offsets.diff(), (handle, out.weights)
 
     def combine(self, routed_output_RD: torch.Tensor, metadata: Any, x_TD: torch.Tensor) -> torch.Tensor:
-        """Multiply the experts' rows by their scores and sum them per token: ``[T, D]``."""
+        """Multiplies the experts' rows by their scores and sums them per token. Returns ``[T, D]``."""
         if self._own is not None:
             return self._own.combine(routed_output_RD, metadata, x_TD)
         if self.communicator is None:
@@ -154,34 +158,35 @@ class EpPluginTokenDispatcher(stock.BaseEPTokenDispatcher):
 
 
 class EpPluginPaddedTokenDispatcher(EpPluginTokenDispatcher):
-    """The dispatcher of quantised experts, with padded groups."""
+    """The dispatcher for quantised experts. It pads each expert's group of rows."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(EpPluginTokenDispatcher.Config):
-        """pad_multiple: as in EpPluginTokenDispatcher.Config, and required."""
+        """The dispatcher's configuration. pad_multiple: as in EpPluginTokenDispatcher.Config, but required."""
 
         pad_multiple: int | None
 
 
 @override(target=stock.AllToAllTokenDispatcher.Config, description="ep_plugin's dispatch and combine")
 def token_dispatcher(config: stock.LocalTokenDispatcher.Config) -> EpPluginTokenDispatcher.Config:
-    """The override: our dispatcher's configuration in place of the all-to-all's, including padding for FP8."""
+    """Returns our dispatcher's configuration in place of the all-to-all dispatcher's, including padding for FP8. This
+    is the function that torchtitan's override calls."""
     return EpPluginTokenDispatcher.Config(
         num_experts=config.num_experts, top_k=config.top_k, pad_multiple=getattr(config, "pad_multiple", None)
     )
 
 
 def enable() -> None:
-    """Let models that are configured from now on use our dispatchers in place of the all-to-all's.
+    """Makes models that are configured from now on use our dispatchers in place of the all-to-all dispatchers.
 
-    Call it right after the module of dispatchers was executed, before other modules import names from it.
+    Call it right after torchtitan's module of dispatchers was executed, before other modules import names from it.
     """
     hooks.replace("torchtitan", stock, "AllToAllTokenDispatcher", EpPluginTokenDispatcher)
     hooks.replace("torchtitan", stock, "TorchAOTokenDispatcher", EpPluginPaddedTokenDispatcher)
 
 
 def disable() -> None:
-    """Let models that are configured from now on use torchtitan's own dispatchers again. The override stays."""
+    """Makes models that are configured from now on use torchtitan's own dispatchers again. The override stays."""
     hooks.restore("torchtitan")
     hooks.record("torchtitan", "ready", _REGISTERED)
 

@@ -1,1 +1,1 @@
-"""What stands in for a cluster where there is one machine, and for GPUs where there are none."""
+"""Stand-ins for tests: for a cluster on one machine, and for packages that need GPUs."""

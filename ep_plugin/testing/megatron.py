@@ -14,7 +14,7 @@ import torch
 
 
 def without_transformer_engine() -> None:
-    """Define two names that Megatron-core reads but lacks without TransformerEngine."""
+    """Defines two names that Megatron-core reads but lacks without TransformerEngine."""
     import megatron.core.utils
     from packaging.version import Version
 
@@ -27,14 +27,16 @@ def without_transformer_engine() -> None:
 
 
 def submodules_of(spec: Any) -> Any:
-    """The submodules in the spec of an MoE layer: a ModuleSpec, from Megatron-core 0.19 on a functools.partial."""
+    """Returns the submodules in the spec of an MoE layer. The spec is a ModuleSpec; from Megatron-core 0.19 on, a
+    functools.partial."""
     return spec.keywords["submodules"] if isinstance(spec, functools.partial) else spec.submodules
 
 
 def serve_grouped_products() -> str | None:
-    """Let Megatron's GroupedMLP multiply by PyTorch where the package grouped_gemm is missing.
+    """Makes Megatron's GroupedMLP multiply with PyTorch if the package grouped_gemm is missing.
 
-    Returns which. None where Megatron has no GroupedMLP: 0.17 and newer group products only by TransformerEngine.
+    Returns the name of the implementation in use. Returns None if Megatron has no GroupedMLP: from 0.17 on it groups
+    products only with TransformerEngine.
     """
     if importlib.util.find_spec("megatron.core.transformer.moe.grouped_gemm_util") is None:
         return None
@@ -50,7 +52,10 @@ def serve_grouped_products() -> str | None:
 def _grouped_product(
     rows: torch.Tensor, weights: torch.Tensor, counts: torch.Tensor, trans_b: bool = False
 ) -> torch.Tensor:
-    """``[N, O]``: each group of rows ``[N, I]`` times its weights ``[E_l, I, O]``. counts ``[E_l]``: rows per group."""
+    """Multiplies each group of rows ``[N, I]`` by its weights ``[E_l, I, O]``. Returns ``[N, O]``.
+
+    counts: ``[E_l]``, rows per group.
+    """
     assert not trans_b
     ends = counts.cumsum(0).to(torch.int32).to(rows.device, non_blocking=True)  # the host does not wait
     return torch.nn.functional.grouped_mm(rows, weights, offs=ends)

@@ -1,4 +1,4 @@
-"""Network namespaces that stand for nodes: each has one interface, ``eth0``, on a bridge that stands for the switch.
+"""Network namespaces that stand for nodes. Each has one interface, ``eth0``, on a bridge that stands for the switch.
 
     node 0: eth0 10.77.0.1 --- port0 ]
     node 1: eth0 10.77.0.2 --- port1 ] bridge, in the namespace of the calling process
@@ -27,7 +27,7 @@ _LONGEST_QUEUE = "50ms"
 
 
 class NoNamespaces(Exception):
-    """This machine or this user cannot have network namespaces; the message says why."""
+    """This machine or this user cannot have network namespaces. The message gives the reason."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +52,7 @@ def create_network(nodes: int, rate_bits: int | None) -> Network:
     for program in ("ip", *(("tc",) if rate_bits else ())):
         if shutil.which(program) is None:
             raise NoNamespaces(f"{program!r} is not installed (package iproute2)")
-    for kind in ("bridge", "veth"):  # tried by children, as there is no way back
+    for kind in ("bridge", "veth"):  # children try them, since a process cannot return from its own namespace
         _run(f"ip link add tried type {kind}", _leave_network)
     _leave_network()
     network = Network(nodes=tuple(_next_network() for _ in range(nodes)))
@@ -77,7 +77,8 @@ def _limit(interface: str, rate_bits: int) -> str:
 
 
 def _run(command: str, start: Callable[[], object] | None = None, inherited: tuple[int, ...] = ()) -> None:
-    """start: what the child calls before the command. inherited: descriptors that the command needs."""
+    """Runs `command` in a child. start: the child calls it before the command. inherited: descriptors that the command
+    needs."""
     try:
         subprocess.run(
             command.split(),
@@ -95,7 +96,7 @@ def _run(command: str, start: Callable[[], object] | None = None, inherited: tup
 
 
 def _leave_network() -> None:
-    """Moves this process into a network of its own; without root into a user namespace, too."""
+    """Moves this process into a network of its own; without root also into a user namespace."""
     uid, gid = os.geteuid(), os.getegid()
     _call("unshare", _NEW_NET | (_NEW_USER if uid else 0))
     for name, text in (("setgroups", "deny"), ("uid_map", f"0 {uid} 1"), ("gid_map", f"0 {gid} 1")) if uid else ():
@@ -104,7 +105,7 @@ def _leave_network() -> None:
 
 
 def _next_network() -> int:
-    """Moves this process into another network. Returns a descriptor of the one that it leaves."""
+    """Moves this process into a new network. Returns a descriptor of the network that it leaves."""
     left = os.open("/proc/self/ns/net", os.O_RDONLY)
     _call("unshare", _NEW_NET)
     return left

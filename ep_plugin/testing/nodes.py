@@ -4,18 +4,18 @@
 
 Each of the nodes x ranks processes gets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT as
 torchrun sets them. EP_PLUGIN_HOST separates the nodes for ep_plugin: ranks of different nodes map no memory of each
-other, as on real hosts. Networks of the nodes:
+other, as on real hosts. The nodes have these networks:
 
 - CPUs: a network namespace per node (namespaces.py). ``--rate`` bounds its link each way. The nodes reach each other
-  and nothing else. Where the machine does not allow namespaces, the ranks share the loopback device and stderr says so;
-  ``--rate`` is then refused.
+  and nothing else. If the machine does not allow namespaces, the ranks share the loopback device, stderr says so, and
+  ``--rate`` is refused.
 - GPUs: the ranks share the loopback device. A node sees its own GPUs only, and NCCL treats the nodes as hosts that only
   sockets join. ``--rate`` is refused. With fewer GPUs than ranks, ranks share GPUs: each rank sees one GPU, has
   LOCAL_RANK 0 of 1, and is a host of its own for NCCL, which refuses two ranks of one host on one GPU.
 
 The ranks end with the launcher, also when it is killed. The first rank that fails decides the exit status (128 + the
-signal that killed it); of ranks that fail within 20 ms, the lowest. The other ranks have ``--grace`` seconds to end by
-themselves.
+signal that killed it). If several ranks fail within 20 ms, the lowest of them decides. The other ranks have ``--grace``
+seconds to end by themselves.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ from ep_plugin.testing.namespaces import INTERFACE, Network, NoNamespaces, creat
 _PROGRAM = "python -m ep_plugin.testing.nodes"
 _POLL_S = 0.02
 _TERMINATE_S = 5.0
-_PORT = 29500  # of a namespace of our own, where every port is free
+_PORT = 29500  # used in a namespace of our own, where every port is free
 _UNITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
-_SET_DEATH_SIGNAL = 1  # prctl's
+_SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl
 _NCCL_OVER_SOCKETS = {
     "NCCL_NET": "Socket",
     "NCCL_IB_DISABLE": "1",
@@ -59,8 +59,8 @@ _SHARED_GPU = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "TORCH_SYMM_MEM_ALLOW
 class Cluster:
     """The nodes to emulate.
 
-    gpus: the CUDA devices, as CUDA_VISIBLE_DEVICES names them; None: CPUs.
-    network: None: the ranks share the loopback device.
+    gpus: the CUDA devices, as CUDA_VISIBLE_DEVICES names them; None: the ranks run on CPUs.
+    network: the namespaces of the nodes; None: the ranks share the loopback device.
     rate: the ``--rate`` of each node's link.
     launched_by: the launcher's command line, without the ranks' command.
     """
@@ -88,7 +88,7 @@ class Cluster:
 
 
 def run(cluster: Cluster, command: list[str], grace_s: float) -> int:
-    """Runs ``command`` on every rank and returns the exit status of the first that failed, 0 when none did.
+    """Runs ``command`` on every rank. Returns the exit status of the first rank that failed, or 0 if none did.
 
     No rank is left when it returns or raises.
     """
@@ -105,7 +105,7 @@ def run(cluster: Cluster, command: list[str], grace_s: float) -> int:
 
 
 def variables_of(rank: int, cluster: Cluster, port: int) -> dict[str, str]:
-    """The variables of ``rank`` beyond the launcher's own environment."""
+    """Returns the variables that ``rank`` gets in addition to the launcher's own environment."""
     node, local_rank = divmod(rank, cluster.ranks)
     interface = INTERFACE if cluster.network else "lo"
     variables = {
@@ -131,7 +131,7 @@ def variables_of(rank: int, cluster: Cluster, port: int) -> dict[str, str]:
 
 
 def parse_rate(text: str) -> int:
-    """Bits per second of "100mbit", "1gbit" or "2.5gbit"."""
+    """Returns the bits per second of a text such as "100mbit", "1gbit" or "2.5gbit"."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)", text.strip().lower())
     if match is None or float(match[1]) == 0:
         raise ValueError(f"rate: expected a number and kbit, mbit or gbit, such as 1gbit, got {text!r}")
@@ -163,14 +163,14 @@ def _end(ranks: list[subprocess.Popen[bytes]]) -> None:
     for signum, patience_s in ((signal.SIGTERM, _TERMINATE_S), (signal.SIGKILL, _TERMINATE_S)):
         deadline = time.monotonic() + patience_s
         for rank in ranks:
-            with contextlib.suppress(ProcessLookupError):  # the whole group has ended
+            with contextlib.suppress(ProcessLookupError):  # the whole process group has ended
                 os.killpg(rank.pid, signum)
         while any(rank.poll() is None for rank in ranks) and time.monotonic() < deadline:
             time.sleep(_POLL_S)
 
 
 def _before_exec(launcher: int, network: Network | None, node: int) -> None:
-    """In the child: enters its node's network, and makes the child die with the launcher."""
+    """Runs in the child: enters its node's network, and makes the child die with the launcher."""
     if network is not None:
         network.enter(node)
     ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
@@ -180,8 +180,9 @@ def _before_exec(launcher: int, network: Network | None, node: int) -> None:
 
 @contextlib.contextmanager
 def held_port() -> Iterator[int]:
-    """A free TCP port that no other process is given while the context lasts. A server that sets SO_REUSEADDR, as
-    PyTorch's stores do, can listen on it.
+    """Returns a context with a free TCP port that no other process is given while the context lasts.
+
+    A server that sets SO_REUSEADDR, as PyTorch's stores do, can listen on the port.
     """
     with socket.socket() as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -190,7 +191,8 @@ def held_port() -> Iterator[int]:
 
 
 def _visible_gpus() -> list[str]:
-    """The CUDA devices, as CUDA_VISIBLE_DEVICES names them; in a process of its own, since torch starts threads."""
+    """Returns the CUDA devices, as CUDA_VISIBLE_DEVICES names them. Asks torch in a child, since torch starts
+    threads."""
     if not glob.glob("/dev/nvidia[0-9]*"):
         return []
     listed = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
@@ -200,7 +202,7 @@ def _visible_gpus() -> list[str]:
 
 
 def _choose(options: argparse.Namespace, rate: int | None, launched_by: str) -> Cluster:
-    """The cluster of the options. ValueError where this machine cannot emulate it."""
+    """Returns the cluster of the options. Raises ValueError if this machine cannot emulate it."""
     sizes = {"nodes": options.nodes, "ranks": options.ranks, "launched_by": launched_by}
     gpus = _visible_gpus() if options.device in ("auto", "cuda") else []
     if gpus or options.device == "cuda":
@@ -251,7 +253,7 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, int | None]:
 
 
 def _words(arguments: list[str], command: list[str]) -> str:
-    """The launcher's command line, without the ranks' command."""
+    """Returns the launcher's command line, without the ranks' command."""
     own = arguments[: len(arguments) - len(command)]
     return shlex.join([*_PROGRAM.split(), *own[: -1 if own[-1:] == ["--"] else None]])
 

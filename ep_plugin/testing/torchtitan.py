@@ -1,4 +1,4 @@
-"""Makes torchtitan 0.3.0 importable without Triton, by a stand-in for an unused import."""
+"""Makes torchtitan 0.3.0 importable without Triton, with a stand-in for an unused import."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class _Absent:
 
 
 def without_triton() -> None:
-    """Make models and dispatchers importable without Triton; dispatchers also run under PyTorch 2.11."""
+    """Makes models and dispatchers importable without Triton. Dispatchers then also run under PyTorch 2.11."""
     compiler: Any = torch.compiler
     if not hasattr(compiler, "_is_non_strict_tracing"):
         compiler._is_non_strict_tracing = lambda: False
@@ -30,7 +30,7 @@ def without_triton() -> None:
 
 
 def stand_in(name: str) -> None:
-    """Lets the missing module `name` be imported. Every name in it is a class that cannot be called."""
+    """Makes the missing module `name` importable. Every name in it is a class that cannot be called."""
     module = ModuleType(name)
     module.__path__ = []
 

@@ -8,8 +8,8 @@ or, in your own script, before the model is built:
     import ep_plugin.integrations.megatron
     ep_plugin.integrations.megatron.enable()
 
-Megatron-core 0.16.1 up to, not including, 0.20; 0.17 and newer need Python 3.12. Other versions raise NotSupported when
-this is imported, and options that are not supported raise it when the model is built.
+It serves Megatron-core 0.16.1 up to, not including, 0.20; 0.17 and newer need Python 3.12. With any other version the
+import raises NotSupported. Options that are not supported raise it when the model is built.
 """
 
 from __future__ import annotations
@@ -55,8 +55,12 @@ __all__ = ["EpPluginTokenDispatcher", "disable", "enable", "optimizer", "pipelin
 
 
 def enable() -> None:
-    """Let MoE layers that are built from now on use our dispatcher where the configuration says "flex", and the
-    distributed optimizer and pipelines our collectives and messages."""
+    """Replaces three parts of Megatron.
+
+    - MoE layers that are built from now on use our dispatcher if their configuration says "flex".
+    - The distributed optimizer uses our collectives.
+    - Pipelines use our messages.
+    """
     ours = dispatcher_or_stock if env.settings().fallback else EpPluginTokenDispatcher
     hooks.replace("megatron", moe_layer, "MoEFlexTokenDispatcher", ours)
     hooks.replace("megatron", moe_layer.BaseMoELayer, "set_layer_number", set_layer_number)
@@ -65,7 +69,7 @@ def enable() -> None:
 
 
 def disable() -> None:
-    """Restore what Megatron had, for layers that are built from now on, and between steps for all others."""
+    """Restores Megatron's own parts. MoE layers that exist keep our dispatcher. Call it between steps."""
     optimizer.disable()
     pipeline.disable()
     hooks.restore("megatron")

@@ -1,9 +1,9 @@
-"""The token dispatcher: dispatch to FLAT rows, which experts take unchanged, and an unweighted combine.
+"""The token dispatcher: dispatches to FLAT rows, which experts take unchanged, and combines without weights.
 
 Shapes: T tokens here, H hidden size, E experts of the model, E_l of them on each expert-parallel rank, P expert-tensor-
 parallel ranks (each holds a slice of the same experts), K experts per token, N rows received. Rank (ep, tp) of the
-TP × EP group has the number ep * P + tp. Slices count as experts of their own: there are P * E, and a token goes to
-P * K of them.
+TP × EP group has the number ep * P + tp. The communicator counts each slice as an expert: there are P * E slices, and a
+token goes to P * K of them.
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ from ep_plugin.integrations.communicators import communicator_of, in_layer
 from ep_plugin.integrations.fallback import falls_back
 from ep_plugin.ranges import opener
 
-SMS_OPTION = "moe_flex_dispatcher_num_sms"  # from 0.19 on; older versions have one for each backend
-# Backends of which Megatron knows that experts take the rows of dispatch themselves, not a permuted copy.
+SMS_OPTION = "moe_flex_dispatcher_num_sms"  # from 0.19 on; older versions have an option for each backend
+# With these backends Megatron expects that experts take the rows of dispatch themselves, not a permuted copy.
 UNPERMUTED = ("hybridep", "ncclep")
 
 
 def dispatcher_or_stock(
     num_local_experts: int, local_expert_indices: list[int], config: Any, pg_collection: Any = None
 ) -> MoETokenDispatcher:
-    """Our dispatcher; Megatron's all-to-all where ours is not served and EP_PLUGIN_FALLBACK asks for that."""
+    """Makes our dispatcher. If ep_plugin does not serve the layer and EP_PLUGIN_FALLBACK=stock, makes Megatron's
+    all-to-all dispatcher instead."""
     given = num_local_experts, local_expert_indices, config, pg_collection
     try:
         return EpPluginTokenDispatcher(*given)
@@ -44,7 +45,8 @@ def dispatcher_or_stock(
 
 
 def _needs_flex(config: Any) -> str | None:
-    """Why a layer whose configuration says "flex" cannot have Megatron's all-to-all; None: it can."""
+    """Returns the reason why a layer whose configuration says "flex" cannot have Megatron's all-to-all dispatcher, or
+    None if it can."""
     if getattr(config, "overlap_moe_expert_parallel_comm", False):
         return "overlap_moe_expert_parallel_comm makes Megatron use the attributes of a flex dispatcher"
     if (config.fp8 or config.fp4) and config.moe_flex_dispatcher_backend in UNPERMUTED:
@@ -53,7 +55,7 @@ def _needs_flex(config: Any) -> str | None:
 
 
 class StockTokenDispatcher(MoEAlltoAllTokenDispatcher):
-    """Megatron's all-to-all in the place of ours. It counts its operations as left to Megatron."""
+    """Megatron's all-to-all dispatcher in the place of ours. It counts its operations as left to Megatron."""
 
     def token_dispatch(self, *args: Any, **kwargs: Any) -> Any:
         hooks.left("megatron")
@@ -68,16 +70,16 @@ class EpPluginTokenDispatcher(MoETokenDispatcher):
     """Megatron's "flex" dispatcher over MoECommunicator: one exchange over all TP × EP ranks.
 
     It replaces MoEFlexTokenDispatcher. Each layer has one, and all layers of a group share a communicator. Construction
-    is collective over the TP × EP group. It has no parameters, so checkpoints are stock ones.
+    is collective over the TP × EP group. It has no parameters, so checkpoints do not change.
     """
 
     def __init__(
         self, num_local_experts: int, local_expert_indices: list[int], config: Any, pg_collection: Any = None
     ) -> None:
-        """Raise NotSupported for options that are not served."""
+        """Makes the dispatcher. Raises NotSupported for options that are not served."""
         super().__init__(config=config, pg_collection=pg_collection)
-        # With drop-and-pad experts choose tokens, so a token may go to all of them. Stored, since Megatron's inference
-        # changes the configuration between calls.
+        # With drop-and-pad experts choose tokens, so a token may go to all of them. The number is stored, since
+        # Megatron's inference changes the configuration between calls.
         self.topk = config.num_moe_experts if config.moe_pad_expert_input_to_capacity else config.moe_router_topk
         check_config(config, self.topk, self.tp_size)
         self.alignment = alignment_of(config)
@@ -105,11 +107,12 @@ class EpPluginTokenDispatcher(MoETokenDispatcher):
 
     @property
     def _comm_manager(self) -> EpPluginTokenDispatcher:
-        """The pipelines' overlapping schedule stores detached probabilities here, and reads counts."""
+        """The object in which the pipelines' overlapping schedule stores detached probabilities and reads counts."""
         return self
 
     def set_shared_experts(self, shared_experts: Any) -> None:
-        """Run shared experts on a stream of their own, beside the exchange. Before 0.18 Megatron's flex cannot."""
+        """Makes shared experts run on a stream of their own, beside the exchange. Before 0.18 Megatron's own flex
+        dispatcher cannot do so."""
         if not hasattr(shared_experts, "wait_current_stream"):
             raise NotSupported(
                 "moe_shared_expert_overlap: expected False with the flex dispatcher before Megatron-core 0.18, as in "
@@ -118,18 +121,22 @@ class EpPluginTokenDispatcher(MoETokenDispatcher):
         super().set_shared_experts(shared_experts)
 
     def check_over_budget(self) -> None:
-        """Nothing is ever dropped for a budget: `check_config` refuses budgets."""
+        """Does nothing: no token is dropped for a budget, since `check_config` refuses budgets."""
 
     def reset_over_budget(self) -> None: ...
 
     def get_number_of_tokens_per_expert(self) -> torch.Tensor | None:
-        """int64 ``[E_l]`` on the host, padding included."""
+        """Returns the rows of each local expert, padding included, int64 ``[E_l]`` on the host."""
         return self.tokens_per_expert
 
     def dispatch_preprocess(
         self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """hidden_states ``[..., H]``, routing_map bool and probs ``[T, E]``: rows ``[T, H]``, probs ``[T, P * K]``."""
+        """Selects each token's experts.
+
+        hidden_states: ``[..., H]``. routing_map: bool ``[T, E]``. probs: ``[T, E]``. Returns rows ``[T, H]`` and their
+        probabilities ``[T, P * K]``.
+        """
         self.hidden_shape = hidden_states.shape
         ids, chosen = select(routing_map, probs, self.topk)
         self.token_indices, self.token_probs = over_tensor_parallel(ids, chosen, self.tp_size, self.num_local_experts)
@@ -142,9 +149,9 @@ class EpPluginTokenDispatcher(MoETokenDispatcher):
         async_finish: bool = True,
         allocate_on_comm_stream: bool = True,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The exchange: rows ``[N, H]`` grouped by local expert, and their probabilities float32 ``[N]``.
+        """Dispatches. Returns rows ``[N, H]`` grouped by local expert, and their probabilities float32 ``[N]``.
 
-        Ordered on the caller's stream, whatever `async_finish` and `allocate_on_comm_stream` say.
+        The results are ordered on the caller's stream. `async_finish` and `allocate_on_comm_stream` have no effect.
         """
         assert self.token_indices is not None
         shared = self.shared_experts
@@ -164,9 +171,9 @@ class EpPluginTokenDispatcher(MoETokenDispatcher):
     def dispatch_postprocess(
         self, hidden_states: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-        """Rows, counts and probabilities, as the experts take them."""
-        # With the backend "deepep" the overlapping schedule frees these rows while experts still use them, since it
-        # expects experts to have permuted copies.
+        """Returns rows, counts and probabilities, as the experts take them."""
+        # With the backend "deepep" the overlapping schedule expects experts to have permuted copies. It would free
+        # these rows while experts still use them.
         overlap = getattr(self.config, "overlap_moe_expert_parallel_comm", False)
         if overlap and self.config.moe_flex_dispatcher_backend not in UNPERMUTED:
             hidden_states = hidden_states.clone()
@@ -175,13 +182,13 @@ class EpPluginTokenDispatcher(MoETokenDispatcher):
         return hidden_states, self.tokens_per_expert, probs
 
     def combine_preprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """The rows unchanged: the exchange takes them grouped by expert."""
+        """Returns the rows unchanged, since combine takes them grouped by expert."""
         return hidden_states
 
     def token_combine(
         self, hidden_states: torch.Tensor, async_finish: bool = True, allocate_on_comm_stream: bool = True
     ) -> torch.Tensor:
-        """Sum the experts' rows ``[N, H]`` per token: ``[T, H]``."""
+        """Combines: sums the experts' rows ``[N, H]`` per token. Returns ``[T, H]``."""
         handle, self.handle = self.handle, None
         if self.shared_experts is not None:
             self.shared_experts.wait_current_stream()
@@ -193,7 +200,7 @@ class EpPluginTokenDispatcher(MoETokenDispatcher):
         return in_layer(f"Megatron layer {self.layer_number}", self._range, operation, *args)
 
     def combine_postprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """``[T, H]`` in the shape of the layer's input."""
+        """Returns the rows ``[T, H]`` in the shape of the layer's input."""
         shared = self.shared_experts
         if shared is not None:
             shared.linear_fc2_forward(hidden_states)
@@ -206,25 +213,34 @@ _set_layer_number: Any = BaseMoELayer.set_layer_number
 
 
 def set_layer_number(self: Any, layer_number: int) -> None:
-    """In the place of BaseMoELayer's: the dispatcher learns the number, too."""
+    """Sets the number of a layer, and of its dispatcher. Replaces the method of BaseMoELayer."""
     _set_layer_number(self, layer_number)
     if self.token_dispatcher is not None:
         self.token_dispatcher.layer_number = layer_number
 
 
 def alignment_of(config: Any) -> int:
-    """The multiple to which each expert's rows are padded. Megatron's answer counts only where something needs it: up
-    to 0.17 it is never below 16, and from 0.18 on it is 0 where nothing does."""
+    """Returns the multiple to which each expert's rows are padded.
+
+    Megatron's function is used only if an option needs padding. If none does, the function returns at least 16 up to
+    0.17, and 0 from 0.18 on.
+    """
     needed = config.fp8 or config.fp4 or config.moe_router_padding_for_quantization
     needed = needed or getattr(config, "use_transformer_engine_op_fuser", False)
     return max(1, get_align_size_for_quantization(config)) if needed else 1
 
 
 def select(routing_map: torch.Tensor, probs: torch.Tensor, topk: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """ids int64 ``[T, K]`` with -1 for dropped pairs, and their probabilities ``[T, K]``, differentiable in `probs`.
+    """Finds the experts of each token. Differentiable in `probs`.
 
-    routing_map: bool ``[T, E]`` with at most K experts per token. probs: ``[T, E]``, at least 0. The map alone decides:
-    under drop-and-pad it contains pairs of probability 0.
+    Args:
+        routing_map: bool ``[T, E]``, with at most K experts per token. It alone selects pairs: under drop-and-pad it
+            contains pairs of probability 0.
+        probs: ``[T, E]``, at least 0.
+        topk: K.
+
+    Returns:
+        The expert ids, int64 ``[T, K]`` with -1 for dropped pairs, and their probabilities ``[T, K]``.
     """
     values, ids = torch.topk(probs.masked_fill(~routing_map, -1.0), topk, dim=1, sorted=False)
     dropped = values < 0
@@ -234,7 +250,7 @@ def select(routing_map: torch.Tensor, probs: torch.Tensor, topk: int) -> tuple[t
 def over_tensor_parallel(
     ids: torch.Tensor, probs: torch.Tensor, tp_size: int, local_experts: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """ids and probabilities ``[T, P * K]``: each pair once for each rank with a slice of its expert."""
+    """Returns ids and probabilities ``[T, P * K]``: each pair once for each rank that has a slice of its expert."""
     if tp_size == 1:
         return ids, probs
     first = ids // local_experts * (tp_size * local_experts) + ids % local_experts
@@ -244,7 +260,7 @@ def over_tensor_parallel(
 
 
 def check_config(config: Any, topk: int, tp_size: int) -> None:
-    """Raise NotSupported with the option's name, the expected and actual value, and the remedy."""
+    """Raises NotSupported for an unsupported option, with its name, the expected and actual value, and the remedy."""
     if topk * tp_size > MAX_TOPK:
         option, why = "moe_router_topk", ""
         if config.moe_pad_expert_input_to_capacity:
@@ -267,7 +283,7 @@ def check_config(config: Any, topk: int, tp_size: int) -> None:
         ("moe_ncclep_static_shape", False),
         ("moe_ncclep_zero_copy", False),
     ]
-    if config.moe_flex_dispatcher_backend != "ncclep":  # which needs it for the size of a buffer, and drops nothing
+    if config.moe_flex_dispatcher_backend != "ncclep":  # "ncclep" sizes a buffer by this factor, and drops nothing
         unserved.insert(0, ("moe_expert_rank_capacity_factor", None))
     for option, unset in unserved:
         if getattr(config, option, unset) != unset:
@@ -278,7 +294,8 @@ def check_config(config: Any, topk: int, tp_size: int) -> None:
 
 
 def sms_of(config: Any) -> dict[str, int]:
-    """The communicator's SMs: chosen by shape, unless the option differs from Megatron's default."""
+    """Returns the communicator's SM counts. They are empty, so that SMs are chosen by shape, if Megatron's option has
+    its default."""
     option = SMS_OPTION if hasattr(config, SMS_OPTION) else f"moe_{config.moe_flex_dispatcher_backend}_num_sms"
     asked = getattr(config, option)
     if asked is None or asked == getattr(type(config), option):

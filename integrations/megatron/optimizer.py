@@ -1,12 +1,17 @@
 """Megatron-core's distributed optimizer: its parameter gathers and gradient sums through ep_plugin.
 
-Megatron calls two functions of `param_and_grad_buffer` under a coalescing manager, in place: the shard is a slice of
-the bucket. With overlap it waits for the manager, so the Works of ours are appended to the manager's.
+Megatron calls two functions of `param_and_grad_buffer` under a coalescing manager. They work in place: the shard is a
+slice of the bucket. With overlap Megatron waits for the manager, so our Works are appended to the manager's works.
 
-Left to Megatron's own, and said once by a warning: all-reduces (without the distributed optimizer, and between its
-instances), sums of other operations and dtypes than `HierarchicalReduceScatter` adds, groups that ep_plugin refuses,
-and on GPUs gathers of 64 MiB and more into memory that peers have not mapped (pairs.py). The layer-wise optimizer's
-uneven gathers and Megatron-FSDP call torch.distributed themselves, and never come here.
+These calls are left to Megatron's own collectives, and one warning says so:
+
+- all-reduces (without the distributed optimizer, and between its instances);
+- sums with an operation or dtype that `HierarchicalReduceScatter` does not take;
+- groups that ep_plugin refuses;
+- on GPUs, gathers of 64 MiB and more into memory that peers have not mapped (pairs.py).
+
+The uneven gathers of the layer-wise optimizer and Megatron-FSDP call torch.distributed themselves, so no function here
+replaces them.
 """
 
 from __future__ import annotations
@@ -46,11 +51,11 @@ hooks.check_signatures(
 
 _SUM, _ACCUMULATED = "dist_reduce_scatter_func", "reduce_scatter_with_fp32_accumulation"
 _user = PairUser("megatron")
-_thread = threading.local()  # .manager: the innermost that is open in this thread
+_thread = threading.local()  # .manager: the innermost coalescing manager that is open in this thread
 
 
 def enable() -> None:
-    """Serve the gathers and sums of all data-parallel buckets from now on. Call it on every rank, between steps.
+    """Serves the gathers and sums of all data-parallel buckets from now on. Call it on every rank, between steps.
 
     Parameter buffers that are made from now on lie in peer memory.
     """
@@ -61,7 +66,7 @@ def enable() -> None:
 
 
 def disable() -> None:
-    """Restore what was replaced, and close the collectives. Call it on every rank, between steps.
+    """Restores Megatron's functions, and closes the collectives. Call it on every rank, between steps.
 
     Parameters stay where they are.
     """
@@ -73,15 +78,16 @@ def disable() -> None:
 
 
 def _is_reassigned() -> bool:
-    """Whether a bucket group with FP32 accumulation has put our function for it in the place of the reduce-scatter."""
+    """Whether a bucket group with FP32 accumulation has replaced the reduce-scatter by our accumulating function."""
     ours = getattr(buffers, _ACCUMULATED)
     return hooks.replaces("megatron", buffers, _ACCUMULATED) and getattr(buffers, _SUM) is ours
 
 
 def _manage(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """A coalescing manager that waits for the Works of ours, too.
+    """Returns a coalescing manager that also waits for our Works.
 
-    If its body raises, as ours may, the group collects no further operations, which torch's manager would let it do.
+    Our functions may raise in its body. Then the group stops collecting operations. torch's manager would let it
+    continue.
     """
 
     @contextlib.contextmanager
@@ -117,15 +123,18 @@ def _accumulate(
 
 
 def _serve(kind: str, form: Callable[..., None], stock: Callable[..., Any]) -> Callable[..., Any]:
-    """kind: the attribute of a Pair that takes the place of `stock`. form: has the parameters of Megatron's own, which
-    `stock` does not show if somebody has wrapped it."""
+    """Returns a function that runs our collective in the place of `stock`.
+
+    kind: the name of the collective in a Pair. form: a function with the parameters of Megatron's own function. `stock`
+    does not show them if somebody has wrapped it.
+    """
     signature = inspect.signature(form)
     first, second, *_ = signature.parameters
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if not hooks.serves("megatron", buffers, call):
             return stock(*args, **kwargs)
-        given = signature.bind(*args, **kwargs).arguments  # TypeError for what stock does not take
+        given = signature.bind(*args, **kwargs).arguments  # TypeError for arguments that stock does not take
         output, shards = given.pop(first), given.pop(second)
         group, async_op, options = given.pop("group", None), given.pop("async_op", False), given
         if group is dist.GroupMember.NON_GROUP_MEMBER:
@@ -153,7 +162,7 @@ def _leave(what: str, number: int = 1) -> None:
 
 
 def _allocate(init: Callable[..., None]) -> Callable[..., None]:
-    """`_ParamAndGradBuffer.__init__`, whose parameters lie in peer memory."""
+    """Wraps `_ParamAndGradBuffer.__init__` so that parameters lie in peer memory."""
 
     def init_in_peer_memory(self: Any, *args: Any, **kwargs: Any) -> None:
         is_enabled = hooks.is_enabled("megatron", buffers._ParamAndGradBuffer)
@@ -164,9 +173,9 @@ def _allocate(init: Callable[..., None]) -> Callable[..., None]:
 
 
 class _ParameterMemory(TorchFunctionMode):
-    """Answers the first torch.zeros in the constructor of `buffer`, which is for parameters, by memory from `allocate`.
+    """Allocates the parameters of `buffer` in peer memory: the first torch.zeros in its constructor.
 
-    Memory that the user lets NCCL register stays NCCL's.
+    If the user lets NCCL register the buffer's memory, this mode changes nothing.
     """
 
     def __init__(self, buffer: Any) -> None:
@@ -187,7 +196,7 @@ class _ParameterMemory(TorchFunctionMode):
 
 
 def _keep(offload: Callable[..., None]) -> Callable[..., None]:
-    """`_ParamAndGradBuffer.offload_to_cpu`, which cannot free memory that peers have mapped."""
+    """Wraps `_ParamAndGradBuffer.offload_to_cpu` so that it refuses to free memory that peers have mapped."""
 
     def offload_others(self: Any, move_params: bool = True, move_grads: bool = True) -> None:
         data = self.param_data if move_params else None
@@ -205,7 +214,8 @@ _REPLACEMENTS: dict[tuple[Any, str], Callable[..., Any]] = {
     (buffers, "_coalescing_manager"): _manage,
     (buffers, "dist_all_gather_func"): functools.partial(_serve, "all_gather", _gather),
     (buffers, _SUM): functools.partial(_serve, "reduce_scatter", _sum),
-    # A bucket group with FP32 accumulation, which ours always has, puts this one in the place of the last.
+    # A bucket group with FP32 accumulation replaces the reduce-scatter by this function. Ours always accumulates in
+    # FP32.
     (buffers, _ACCUMULATED): functools.partial(_serve, "reduce_scatter", _accumulate),
     (buffers._ParamAndGradBuffer, "__init__"): _allocate,
     (buffers._ParamAndGradBuffer, "offload_to_cpu"): _keep,

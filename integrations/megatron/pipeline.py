@@ -1,15 +1,15 @@
 """Megatron-core's pipeline: messages between stages through SendReceive.
 
-Every schedule of Megatron sends through two functions of `p2p_communication`, which `enable` replaces: one that starts
-all messages as a batch, and one that starts them one by one. Activations use channel 0 and gradients channel 1, so that
-with two stages, where both neighbours are one rank, they do not meet.
+Every schedule of Megatron sends through two functions of `p2p_communication`, which `enable` replaces. One starts all
+messages as a batch, and the other starts them one by one. Activations use channel 0 and gradients channel 1. With two
+stages both neighbours are the same rank, and the channels keep activations and gradients apart.
 
-Megatron waits for the whole device after each batch, unless `batch_p2p_sync` is off, to work around a bug of PyTorch's
-batches. After a batch of ours this is not needed: `Work.wait()` has made the current stream wait for the messages. So
-`enable` also wraps `P2PCommunicator._communicate`, which would wait.
+Unless `batch_p2p_sync` is off, Megatron waits for the whole device after each batch, to work around a bug of PyTorch's
+batches. Our batches do not need that: `Work.wait()` has made the current stream wait for the messages. So `enable` also
+wraps `P2PCommunicator._communicate`, which would wait.
 
-Left to Megatron: `use_ring_exchange_p2p`, messages between GPUs if the group spans nodes or is not served, and with
-EP_PLUGIN_FALLBACK groups of CPUs that are not served.
+These messages are left to Megatron: messages under `use_ring_exchange_p2p`; messages between GPUs if the group spans
+nodes or is not served; with EP_PLUGIN_FALLBACK, messages of CPU groups that are not served.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ hooks.check_signatures(
 _ACTIVATIONS, _GRADIENTS = 0, 1  # channels
 _stock: dict[str, Any] = {name: getattr(p2p_communication, name) for name in ("_batched_p2p_ops", "_p2p_ops")}
 _stock["_communicate"] = P2PCommunicator._communicate
-_thread = threading.local()  # .needs_sync: whether to wait for the device after the last batch of this thread
+_thread = threading.local()  # .needs_sync: whether Megatron must wait for the device after this thread's last batch
 
 
 def enable() -> None:
@@ -57,13 +57,13 @@ def enable() -> None:
 
 
 def disable() -> None:
-    """Restores Megatron's own functions, and closes what ours have made. No message may be under way."""
+    """Restores Megatron's functions, and closes the SendReceive objects. No message may be under way."""
     hooks.restore("megatron", p2p_communication, P2PCommunicator)
     close_all("megatron")
 
 
 class _Config:
-    """Megatron's configuration, but `batch_p2p_sync` is False after a batch that SendReceive has sent."""
+    """Megatron's configuration, except that `batch_p2p_sync` is False after a batch that SendReceive has sent."""
 
     def __init__(self, theirs: Any) -> None:
         self._theirs = theirs
@@ -83,8 +83,9 @@ def _communicate(self: Any, **given: Any) -> Any:
             hooks.left("megatron")
             warn_once("megatron", "messages by use_ring_exchange_p2p are left to Megatron")
         elif _begins_with_shapes(self.config, given):
-            # Making the object is collective, so all stages do it before shapes. The first message would be too late:
-            # a stage would wait for its neighbour's shapes, and the neighbour for that stage to make the object.
+            # Making the object is collective, so all stages make it before they send shapes. The first message would be
+            # too late: a stage would wait for its neighbour's shapes while the neighbour waits for it to make the
+            # object.
             messages_of("megatron", self.pp_group, torch.empty(0, device=torch.cuda.current_device()))
     _thread.needs_sync = True
     view = copy.copy(self)
@@ -99,7 +100,7 @@ def _begins_with_shapes(config: Any, given: dict[str, Any]) -> bool:
 
 
 def _batched_p2p_ops(*, group: dist.ProcessGroup, **given: Any) -> list[dist.Work]:
-    """One work for all messages."""
+    """Starts all messages as a batch. Returns one work for all of them."""
     through = _messages_of(group, given)
     if through is None:
         return _stock["_batched_p2p_ops"](group=group, **given)
@@ -107,7 +108,7 @@ def _batched_p2p_ops(*, group: dist.ProcessGroup, **given: Any) -> list[dist.Wor
 
 
 def _p2p_ops(*, group: dist.ProcessGroup, **given: Any) -> dict[str, dist.Work]:
-    """A work for each message, by Megatron's name for it."""
+    """Starts the messages one by one. Returns a work for each message, by Megatron's name for it."""
     through = _messages_of(group, given)
     if through is None:
         return _stock["_p2p_ops"](group=group, **given)
@@ -129,7 +130,8 @@ def _messages(group: dist.ProcessGroup, given: dict[str, Any]) -> dict[str, Send
 
 
 def _messages_of(group: dist.ProcessGroup, given: dict[str, Any]) -> SendReceive | None:
-    """What sends these tensors, all on one type of device; None: Megatron's own functions, also if there are none."""
+    """Returns the SendReceive for these tensors, which must be on one type of device. Returns None if there are no
+    tensors, or if Megatron's own functions must send them."""
     _thread.needs_sync = True
     if not hooks.is_enabled("megatron", p2p_communication):
         return None

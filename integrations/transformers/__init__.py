@@ -9,12 +9,12 @@ It serves every mixture-of-experts model whose expert-parallel plan dispatches i
 ``EP_PLUGIN=transformers`` in the environment it also serves the default, ``ep_implementation="auto"``. After
 ``overlap_shared_experts(model)`` shared experts run during the dispatch. ``InferenceConfig`` and
 ``low_latency(model, max_tokens_per_rank=64)`` are for inference. ``LoadCallback`` logs load statistics. The import
-raises ``NotSupported`` for a transformers without such plans.
+raises ``NotSupported`` for a version of transformers without such plans.
 """
 
 from __future__ import annotations
 
-# ruff: noqa: E402  an old transformers is refused before what it lacks is imported
+# ruff: noqa: E402  an old transformers is refused before names that it lacks are imported
 from typing import TYPE_CHECKING, Any
 
 import transformers
@@ -49,8 +49,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Imports LoadCallback at its first use. EP_PLUGIN imports this module in the middle of an import of a model, whose
-    module Trainer's own modules may need."""
+    """Imports LoadCallback at its first use.
+
+    EP_PLUGIN imports this module while a model's module is being imported, and Trainer's modules may need that module.
+    """
     if name != "LoadCallback":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from ep_plugin.integrations.transformers.load import LoadCallback
@@ -59,15 +61,15 @@ def __getattr__(name: str) -> Any:
 
 
 def enable() -> None:
-    """Let "auto", the default, exchange tokens through ep_plugin in models that are loaded from now on.
+    """Makes "auto", the default, exchange tokens through ep_plugin in models that are loaded from now on.
 
-    Other names keep their meaning.
+    Other values of ``ep_implementation`` keep their meaning.
     """
     names = EPImplementationInterface._global_mapping
     hooks.replace("transformers", names, "auto", AutoEpPlugin, 'ep_implementation="auto", the default')
 
 
 def disable() -> None:
-    """Let "auto" mean transformers' own exchange again, in models that are loaded from now on."""
+    """Makes "auto" mean transformers' own exchange again, in models that are loaded from now on."""
     hooks.restore("transformers")
     hooks.record("transformers", "ready", _REGISTERED)

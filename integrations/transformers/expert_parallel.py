@@ -1,8 +1,9 @@
 """Expert parallelism of transformers through MoECommunicator.
 
-transformers' grouped experts sort rows, count them, mask those of other ranks, multiply, and restore the order. FLAT
-dispatches return rows that are grouped by expert already, so here only the products remain, by the same functions.
-Low-latency dispatches return a block of rows for each expert, whose products are batched.
+transformers' grouped experts sort rows, count them, mask the rows of other ranks, multiply, and restore the order. FLAT
+dispatches return rows that are already grouped by expert. So this module only multiplies, with transformers' functions.
+Low-latency dispatches return a block of rows for each expert. The products of blocks are batched.
+
 Shapes: T tokens here, H hidden size, K experts per token, N rows that this rank receives, E_l experts on it, B rows of
 each expert's block.
 """
@@ -33,16 +34,16 @@ if TYPE_CHECKING:
     from ep_plugin.integrations.transformers.shared_experts import SharedAhead
 
 Experts: TypeAlias = Any  # a module of a class that transformers' decorator for experts has made
-# By the id of the experts module, which an exchange keeps alive.
+# The key is the id of the experts module. The exchange keeps that module alive.
 exchanges: weakref.WeakValueDictionary[int, EpPluginExpertParallel] = weakref.WeakValueDictionary()
-_numbers = itertools.count()  # of MoE layers: nothing tells an exchange which layer of the model is its own
+_numbers = itertools.count()  # numbers MoE layers, since an exchange cannot find out which layer of the model it is in
 
 
 class EpPluginExpertParallel(EPImplementation):
-    """Each experts module has one. They share one communicator per expert group and shape.
+    """The exchange of one experts module. Exchanges share one communicator per expert group and shape.
 
-    The communicator is looked up at each call: transformers builds this object before weights are loaded, and an object
-    without communication memory can be copied with its model.
+    Each call looks the communicator up, for two reasons: transformers builds this object before weights are loaded, and
+    an object without communication memory can be copied with its model.
 
     Experts get FLAT rows, grouped by expert. Combine applies the weights in float32. Experts that run as transformers'
     grouped products multiply the rows in this order. Other implementations, such as eager or quantised ones, get the
@@ -57,29 +58,30 @@ class EpPluginExpertParallel(EPImplementation):
     def __init__(
         self, experts: torch.nn.Module, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh, is_certain: bool = True
     ) -> None:
-        """is_certain: whether the model will exchange tokens. Then a group that is not served is refused here."""
+        """Makes the exchange. is_certain: the model will certainly exchange tokens. Then the constructor refuses a
+        group that is not served."""
         super().__init__(experts, ep_mesh, tp_mesh)
         if is_certain:
             check_group("transformers", ep_mesh.get_group(), ep_mesh.device_type)
         self.experts = experts
         self.takes_sorted_rows = takes_sorted_rows(experts)
         self.meanwhile: SharedAhead | None = None  # shared experts to run during the dispatch
-        # Serves in our place, where that is asked for (fallback.py). Made now: it keeps the experts' forward.
+        # Serves in our place if the fallback is on (fallback.py). It is made now, since it keeps the experts' forward.
         self._stock = AllToAllEP(experts, ep_mesh, tp_mesh) if env.settings().fallback else None
-        self._left: set[int | None] = set()  # values of max_tokens_per_rank for which it does
+        self._left: set[int | None] = set()  # values of max_tokens_per_rank for which it serves in our place
         self._range, self._layer = opener(), f"transformers MoE layer {next(_numbers)}"
         exchanges[id(experts)] = self
 
     def __call__(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        """Weighted expert output ``[T, H]`` of tokens ``[T, H]`` with global ids and weights ``[T, K]``.
+        """Returns the weighted expert output ``[T, H]`` of tokens ``[T, H]``, given global ids and weights ``[T, K]``.
 
         Raises:
             NotSupported: a low-latency exchange while gradients are enabled.
         """
         if self.max_tokens_per_rank is not None and torch.is_grad_enabled():
-            # Rows of nobody, which may be NaN, would reach the gradients of weights.
+            # Rows that belong to no token may be NaN, and would reach the gradients of weights.
             raise NotSupported(
                 "low_latency: expected a forward under torch.no_grad() or torch.inference_mode(), got one with "
                 "gradients; train outside of low_latency()"
@@ -98,11 +100,11 @@ class EpPluginExpertParallel(EPImplementation):
         return _gather_over(output, self.tp_mesh, num_tokens) if is_sliced else output
 
     def check_low_latency(self) -> None:
-        """NotSupported if the expert-parallel group cannot exchange in low latency. Collective."""
+        """Raises NotSupported if the expert-parallel group cannot exchange in low latency. Collective."""
         check_group("transformers", self.ep_mesh.get_group(), self.ep_mesh.device_type, check_one_node)
 
     def _communicator(self, x: torch.Tensor, topk_ids: torch.Tensor) -> MoECommunicator | None:
-        """None: transformers' own exchange serves the group."""
+        """Returns the communicator for these tokens, or None if transformers' own exchange serves the group."""
         limit = self.max_tokens_per_rank
         settings: dict[str, Any] = {}
         if limit is not None:
@@ -142,7 +144,7 @@ class EpPluginExpertParallel(EPImplementation):
         return _leave(self._stock, *inputs)
 
     def _run(self, out: DispatchOutput) -> torch.Tensor:
-        """The experts' output for the dispatched rows, unweighted: ``[N, H]``."""
+        """Runs the experts on the dispatched rows. Returns their output without weights, ``[N, H]``."""
         rows, expert_ids, ends = out.tokens, out.row_expert_ids, out.expert_offsets[1:]
         assert expert_ids is not None  # FLAT
         is_empty = rows.size(0) == 0
@@ -158,23 +160,24 @@ class EpPluginExpertParallel(EPImplementation):
         return results[:0] if is_empty else results
 
     def _run_blocks(self, out: DispatchOutput) -> torch.Tensor:
-        """The experts' output for the rows of a low-latency dispatch, unweighted: ``[E_l, B, H]``."""
+        """Runs the experts on the rows of a low-latency dispatch. Returns their output without weights,
+        ``[E_l, B, H]``."""
         tokens = out.tokens
         if self.takes_sorted_rows and is_plain(
             self.experts, moe.grouped_mm_experts_forward, moe.batched_mm_experts_forward
         ):
             return block_experts(self.experts, tokens)
         present = torch.arange(tokens.size(1), device=tokens.device) < out.num_tokens_per_expert.unsqueeze(1)
-        rows = tokens.masked_fill(~present.unsqueeze(2), 0).flatten(0, 1)  # those of nobody may be NaN
+        rows = tokens.masked_fill(~present.unsqueeze(2), 0).flatten(0, 1)  # rows of no token may be NaN
         ids = torch.arange(tokens.size(0), device=tokens.device).repeat_interleave(tokens.size(1)).unsqueeze(1)
         return self.experts_forward(rows, ids, rows.new_ones(len(rows), 1)).contiguous().view_as(tokens)
 
 
 class AutoEpPlugin(AutoEP):
-    """transformers' default, with its all-to-all replaced.
+    """transformers' default exchange, with its all-to-all replaced.
 
-    Its other choices stay: an all-reduce where ranks share a batch and need no gradients, unless low latency is asked
-    for, and Mega MoE experts, whose kernel exchanges tokens itself.
+    Its other choices stay: an all-reduce if ranks share a batch and need no gradients (but not under `low_latency`),
+    and Mega MoE experts, whose kernel exchanges tokens itself.
     """
 
     def __init__(self, experts: torch.nn.Module, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh) -> None:
@@ -182,7 +185,7 @@ class AutoEpPlugin(AutoEP):
         is_certain = self.all_reduce is None and self.megamoe is None
         self.all_to_all: Any = EpPluginExpertParallel(experts, ep_mesh, tp_mesh, is_certain)
         if self.megamoe is not None:
-            del exchanges[id(experts)]  # it exchanges nothing
+            del exchanges[id(experts)]  # this module exchanges nothing
         for name in ("all_reduce", "megamoe"):
             if (stock := getattr(self, name)) is not None:
                 setattr(self, name, functools.partial(_leave, stock))
@@ -196,29 +199,29 @@ class AutoEpPlugin(AutoEP):
 
 
 def _leave(stock: EPImplementation, *inputs: torch.Tensor) -> torch.Tensor:
-    """What transformers' own exchange returns."""
-    if not torch.compiler.is_compiling():  # it would compile again whenever a count has changed
+    """Runs transformers' own exchange, counts it, and returns its result."""
+    if not torch.compiler.is_compiling():  # torch would compile again whenever a count has changed
         hooks.left("transformers")
     return stock(*inputs)
 
 
 def _slice_over(tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """This rank's rows of a tensor that every rank of `mesh` holds. Backward gathers their gradients."""
+    """Returns this rank's rows of a tensor that every rank of `mesh` holds. Backward gathers their gradients."""
     whole = DTensor.from_local(tensor, mesh, [Replicate()], run_check=False)
     return whole.redistribute(mesh, [Shard(0)]).to_local()
 
 
 def _gather_over(rows: torch.Tensor, mesh: DeviceMesh, num_rows: int) -> torch.Tensor:
-    """All `num_rows` rows from the slices of the ranks of `mesh`, which may be uneven or empty."""
+    """Gathers all `num_rows` rows from the slices of the ranks of `mesh`. Slices may be uneven or empty."""
     shape = torch.Size((num_rows, rows.size(1)))
     sliced = DTensor.from_local(rows.contiguous(), mesh, [Shard(0)], run_check=False, shape=shape, stride=(shape[1], 1))
     return sliced.full_tensor()
 
 
 def takes_sorted_rows(experts: torch.nn.Module) -> bool:
-    """Whether the forward of `experts` is the one that transformers' decorator gives to classes of experts.
+    """Whether `experts` has the forward that transformers' decorator gives to classes of experts.
 
-    It is not if somebody replaced it, or if the experts are quantised.
+    It has another one if somebody replaced it, or if the experts are quantised.
     """
     function = getattr(experts.forward, "__func__", None)
     if function is not type(experts).forward or not inspect.isfunction(function):
@@ -232,7 +235,7 @@ def is_grouped(experts: Experts) -> bool:
 
 
 def is_plain(experts: Experts, *implementations: Callable[..., torch.Tensor]) -> bool:
-    """Whether the experts, as configured now, run by one of these `implementations`, on plain matrices."""
+    """Whether the experts, as configured now, run one of these `implementations` on plain matrices."""
     chosen = moe.ALL_EXPERTS_FUNCTIONS.get(experts.config._experts_implementation)
     up = experts.gate_up_proj if experts.has_gate else experts.up_proj
     plain = up.is_floating_point() and up.element_size() > 1 and up.dtype is experts.down_proj.dtype
@@ -240,10 +243,15 @@ def is_plain(experts: Experts, *implementations: Callable[..., torch.Tensor]) ->
 
 
 def sorted_experts(experts: Experts, rows: torch.Tensor, expert_ids: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """The experts' output for `rows`, unweighted: ``[N, H]`` of their dtype, differentiable in rows and parameters.
+    """Runs the experts on rows that are grouped by expert. Differentiable in rows and parameters.
 
-    rows: ``[N, H]``, grouped by local expert, with N > 0. expert_ids: int32 ``[N]``, the local expert of each row.
-    ends: int32 ``[E_l]``, the end of each expert's rows; the last is N.
+    Args:
+        rows: ``[N, H]``, grouped by local expert, with N > 0.
+        expert_ids: int32 ``[N]``, the local expert of each row.
+        ends: int32 ``[E_l]``, the end of each expert's rows. The last is N.
+
+    Returns:
+        The output without weights, ``[N, H]`` of the dtype of `rows`.
     """
 
     def product(name: str, rows: torch.Tensor) -> torch.Tensor:
@@ -254,9 +262,10 @@ def sorted_experts(experts: Experts, rows: torch.Tensor, expert_ids: torch.Tenso
 
 
 def block_experts(experts: Experts, tokens: torch.Tensor) -> torch.Tensor:
-    """The experts' output for blocks of rows ``[E_l, B, H]``, unweighted, of their dtype and shape.
+    """Runs the experts on blocks of rows ``[E_l, B, H]``. Returns their output without weights, with this shape.
 
-    Each row depends on itself alone, so rows that nobody has may hold anything. Nothing waits for the host.
+    Each output row depends on its input row alone, so rows that belong to no token may hold anything. Nothing waits for
+    the host.
     """
 
     def product(name: str, rows: torch.Tensor) -> torch.Tensor:
@@ -274,7 +283,8 @@ def block_experts(experts: Experts, tokens: torch.Tensor) -> torch.Tensor:
 def _run_products(
     experts: Experts, rows: torch.Tensor, product: Callable[[str, torch.Tensor], torch.Tensor]
 ) -> torch.Tensor:
-    """The experts' output for `rows`. product: from a parameter's name and rows to their products with it."""
+    """Returns the experts' output for `rows`. product: a function of a parameter's name and rows that multiplies the
+    rows by the parameter."""
     hidden = product("gate_up_proj" if experts.has_gate else "up_proj", rows)
     hidden = experts._apply_gate(hidden) if experts.has_gate else experts.act_fn(hidden)
     results = product("down_proj", hidden)

@@ -5,7 +5,7 @@
     with torch.no_grad(), low_latency(model, max_tokens_per_rank=64):
         model(input_ids=tokens, past_key_values=cache)  # at most 64 tokens on each rank
 
-docs/low-latency.md says what it needs and refuses.
+docs/low-latency.md lists what it needs and what it refuses.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from ep_plugin.integrations.transformers.expert_parallel import exchanges
 class InferenceConfig(DistributedConfig):
     """A DistributedConfig without FSDP: each rank has a batch of its own, all weights, and its share of the experts.
 
-    Meshes are those of DistributedConfig: `fsdp_size` is the number of ranks with different batches, by default
-    `ep_size`. But weights are not sharded over them, so nothing gathers weights in a forward.
+    It makes the meshes of a DistributedConfig: `fsdp_size` is the number of ranks with different batches, by default
+    `ep_size`. But weights are not sharded over these ranks, so nothing gathers weights in a forward.
 
     Raises:
-        NotSupported: a transformers in which FSDP is applied by other names.
+        NotSupported: this version of transformers applies FSDP through other functions.
     """
 
     def __post_init__(self) -> None:
@@ -44,7 +44,7 @@ class InferenceConfig(DistributedConfig):
 
 @functools.cache
 def _leave_weights_whole() -> None:
-    """Let models with an InferenceConfig skip FSDP when they are loaded."""
+    """Makes models with an InferenceConfig skip FSDP when they are loaded."""
     from transformers.distributed import mixin
 
     name = "apply_fully_sharded_data_parallelism"
@@ -62,14 +62,15 @@ def _leave_weights_whole() -> None:
 
 @contextlib.contextmanager
 def low_latency(model: torch.nn.Module, *, max_tokens_per_rank: int) -> Iterator[None]:
-    """Lets the experts of `model` exchange tokens in low latency, `MoECommunicator(mode="ll")`. For decoding.
+    """Makes the experts of `model` exchange tokens in low latency, `MoECommunicator(mode="ll")`. For decoding.
 
-    All ranks enter and leave it between the same forwards. In it no forward waits for the host, so one can be captured
-    into a CUDA graph, after a first one has made the memory. A captured graph may be replayed outside. It may be
-    entered again, also with another number.
+    All ranks must enter and leave the context between the same forwards. Inside it no forward waits for the host. So a
+    forward can be captured into a CUDA graph, after a first forward has made the memory. You may replay the graph
+    outside the context. You may enter the context again, also with another number.
 
     Args:
-        model: loaded with ``ep_implementation="ep_plugin"``, or "auto" under ``EP_PLUGIN=transformers``.
+        model: a model that was loaded with ``ep_implementation="ep_plugin"``, or with "auto" under
+            ``EP_PLUGIN=transformers``.
         max_tokens_per_rank: most tokens that a rank has in a forward, 1 to 4096, the same on all ranks. Each expert
             computes ``R * max_tokens_per_rank`` rows, so do not make it larger than needed.
 

@@ -18,24 +18,26 @@ if TYPE_CHECKING:
 
 
 class LoadCallback(TrainerCallback):
-    """Logs the load of all communicators, over all ranks, since the log before it.
+    """Logs the load of all communicators, over all ranks, since the previous log.
 
         trainer.add_callback(LoadCallback(trainer))
 
-    Every rank adds one. Whenever Trainer logs during training, its `log` gets, beside the loss:
+    Every rank must add one. Whenever Trainer logs during training, its `log` gets these metrics beside the loss:
 
-    - ``moe/expert_skew``: for each layer the tokens of its busiest expert over the mean of its experts; then the mean
-      over layers. 1: balanced. The most is E / K, for E experts and K per token.
-    - ``moe/worst_expert_skew``, ``moe/worst_layer``: the largest of these, and the place of its layer among all layers,
-      in the order in which they first ran, from 0. What torch.compile has traced counts as one more layer.
-    - ``moe/rank_skew``: the same as ``moe/expert_skew``, of the tokens that ranks receive.
-    - ``moe/dropped``: -1s in ids, and rows beyond a capacity.
-    - ``moe/link_gb``, ``moe/rail_gb``: 1e9 bytes that all ranks have sent inside nodes, and between nodes.
-    - ``moe/longest_wait_s``: seconds that one rank has waited for another, the most of all pairs.
+    - ``moe/expert_skew``: the tokens of a layer's busiest expert divided by the mean of its experts, averaged over
+      layers. 1: balanced. The largest possible value is E / K, for E experts and K experts per token.
+    - ``moe/worst_expert_skew``, ``moe/worst_layer``: the largest such quotient of any layer, and the number of its
+      layer, from 0, in the order in which layers first ran. All code that torch.compile has traced counts as one more
+      layer.
+    - ``moe/rank_skew``: like ``moe/expert_skew``, for the tokens that ranks receive.
+    - ``moe/dropped``: the number of ids that were -1, plus the rows beyond a capacity.
+    - ``moe/link_gb``, ``moe/rail_gb``: bytes that all ranks have sent inside nodes, and between nodes, in units of 1e9.
+    - ``moe/longest_wait_s``: the longest time in seconds, over all pairs of ranks, that one rank waited for the other.
 
     Args:
-        trainer: whose `log` gets them. For each log, its ranks gather the counts of their experts in every layer.
-        folder: an existing one, to which each rank writes load-RANK.json at the end of training, for `ep-bench load`.
+        trainer: the Trainer whose `log` gets the metrics. For each log, its ranks gather the counts of their experts in
+            every layer.
+        folder: an existing folder. Each rank writes load-RANK.json there at the end of training, for `ep-bench load`.
     """
 
     def __init__(self, trainer: Trainer, folder: str | None = None) -> None:
@@ -63,7 +65,7 @@ class LoadCallback(TrainerCallback):
         metrics = _metrics(gather_object([_numbers(list(changed.values()))]))
         if metrics:
             self._trainer.log(metrics)
-            control.should_log = True  # the loss is still to be logged
+            control.should_log = True  # the loss has not been logged yet
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -73,7 +75,7 @@ class LoadCallback(TrainerCallback):
 
 
 def _since(before: LoadStats | None, now: LoadStats) -> LoadStats:
-    """What has been added to `before`."""
+    """Returns the difference of `now` and `before`."""
     if before is None:
         return now
     nothing = torch.zeros_like(now.tokens)
@@ -93,8 +95,12 @@ def _less(now: Any, before: Any) -> Any:
 
 
 def _numbers(found: list[LoadStats]) -> dict[str, Any]:
-    """Of this rank: by layer the number of its first expert and the tokens of each of its experts, and sums over the
-    communicators that know them. Layers come first, then what is in none, by communicator."""
+    """Returns this rank's numbers, for `_metrics`.
+
+    "layers" has, for each layer, the number of this rank's first expert and the tokens of each of its experts. After
+    the layers come the tokens outside of any layer, by communicator. Other numbers are sums over the communicators that
+    know them.
+    """
     layers: dict[str, tuple[int, torch.Tensor]] = {}
     outside: dict[str, tuple[int, torch.Tensor]] = {}
     for number, stats in enumerate(found):
@@ -117,8 +123,8 @@ def _numbers(found: list[LoadStats]) -> dict[str, Any]:
 
 
 def _metrics(ranks: list[dict[str, Any]]) -> dict[str, float]:
-    """The metrics that are known of all ranks' numbers; none if no tokens were dispatched."""
-    expert_skews: dict[int, float] = {}  # by the number of the layer
+    """Returns the metrics that follow from the numbers of all ranks; none if no tokens were dispatched."""
+    expert_skews: dict[int, float] = {}  # the key is the number of the layer
     rank_skews = []
     for number, name in enumerate(dict.fromkeys(name for rank in ranks for name in rank["layers"])):
         rows = [rank["layers"][name] for rank in ranks if name in rank["layers"]]

@@ -3,9 +3,9 @@
     model = AutoModelForCausalLM.from_pretrained("deepseek-ai/DeepSeek-V3", distributed_config=config)
     overlap_shared_experts(model)
 
-A block of transformers runs its routed experts and then, on its own input, the shared ones. A GPU is then idle while
-tokens are sent and while the host waits for their number. Here the shared experts start right after the dispatch, and
-the block's own call of them returns that result.
+A block of transformers runs its routed experts, and then its shared experts on the block's input. So a GPU is idle
+while tokens are sent and while the host waits for their number. With this module the shared experts start right after
+the dispatch. The block's own call of them returns the early result.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ _NAMES = ("shared_experts", "shared_expert")
 
 
 class SharedAhead:
-    """The shared experts of one block, whose forward `forward` replaces."""
+    """The shared experts of one block. `SharedAhead.forward` replaces their forward."""
 
     def __init__(self, block: torch.nn.Module, shared: torch.nn.Module) -> None:
         self.kind = type(block).__name__
         self.shared = shared
         self.run = shared.forward
         self.given: torch.Tensor | None = None  # the input of the block that is running
-        # An input, its version, and their output for it.
+        # The input of the shared experts, its version, and their output for it.
         self.made: tuple[torch.Tensor, int, torch.Tensor] | None = None
         self.ran = False  # whether the block has called the shared experts
 
     def enter(self, block: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """The block's hook before its forward."""
+        """Runs as the block's hook before its forward."""
         self.given = args[0] if args else kwargs.get("hidden_states")
 
     def leave(self, block: torch.nn.Module, args: tuple[Any, ...], output: object) -> None:
-        """The block's hook after its forward, also after one that failed or that a recomputation left early."""
+        """Runs as the block's hook after its forward, also if the forward failed or a recomputation left it early."""
         if output is not None and self.made is not None:
             warnings.warn(
                 f"overlap_shared_experts: expected {self.kind} to run its shared experts, got a forward without them; "
@@ -49,7 +49,7 @@ class SharedAhead:
         self.given, self.made, self.ran = None, None, False
 
     def check(self) -> None:
-        """Raise NotSupported if they cannot run early. Called before tokens are sent."""
+        """Raises NotSupported if the shared experts cannot run early. Called before tokens are sent."""
         shared = self.shared
         if self.ran:
             raise self._unfit("to run its shared experts after the routed ones, got them before")
@@ -57,7 +57,7 @@ class SharedAhead:
             raise self._unfit("to have shared experts with hooks after their forward alone, got others")
 
     def start(self) -> None:
-        """Run the forward of the shared experts on the block's input. Their hooks run when the block calls them."""
+        """Runs the forward of the shared experts on the block's input. Their hooks run when the block calls them."""
         given = self.given
         if given is not None:  # None: the routed experts run outside of their block
             self.made = given, given._version, self.run(given)
@@ -77,18 +77,18 @@ class SharedAhead:
 
 
 def overlap_shared_experts(model: torch.nn.Module) -> int:
-    """Let each block's shared experts run while its tokens are dispatched.
+    """Makes each block's shared experts run while its tokens are dispatched.
 
-    Call it once, after the model is loaded, on every rank or on none. Outputs and gradients are bit-identical, except
-    for experts that draw random numbers, since the order of draws changes.
+    Call it once, after the model is loaded, on every rank or on none. Outputs and gradients are bit-identical, unless
+    experts draw random numbers: the order of draws changes.
 
     Returns:
         The number of blocks with shared experts.
 
     Raises:
-        ValueError: no block has both shared experts and routed ones that ep_plugin serves.
-        NotSupported: shared experts take more than the block's input. A block that does not run them after the routed
-            ones, or on another input, raises it in its first forward.
+        ValueError: no block has both shared experts and routed experts that ep_plugin serves.
+        NotSupported: shared experts take more than the block's input. A block that runs them before the routed experts,
+            or on another input, raises it in its first forward.
     """
     found = 0
     for block in model.modules():
