@@ -54,5 +54,5 @@ def holders(name: str) -> list[Holder]:
 
 
 def held_bytes(given: Iterable[Holder]) -> int:
-    """Returns the bytes of peer memory that `given` hold on this rank now. A block that several of them share counts once."""
+    """Returns the bytes of peer memory that `given` hold on this rank now. A block that they share counts once."""
     return sum(buffer.nbytes for buffer in {buffer for one in given for buffer in one.peer_buffers()})

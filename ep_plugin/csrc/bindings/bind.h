@@ -26,7 +26,7 @@ void bind_low_latency(py::module_& m);
 void bind_messages(py::module_& m);
 void bind_board(py::module_& m);
 void bind_forms(py::module_& m);
-void bind_cuda(py::module_& m);  // in builds with CUDA alone
+void bind_cuda(py::module_& m);  // only in builds with CUDA
 
 // The functions of one table, in the submodule of this name, which bind_table() makes.
 void bind_table(py::module_& m, const char* name, const KernelTable& table);
@@ -96,10 +96,10 @@ void set_words(Word* to, const std::vector<Word>& from) {
   std::copy(from.begin(), from.end(), to);
 }
 
-// Where a tensor begins; 0 for None.
+// Returns the address of a tensor; 0 for None.
 Address address_of(py::handle tensor);
 
-// A method of a struct that enters the addresses of as many tensors, in this order; None: 0.
+// A method of a struct that sets these fields to the addresses of tensors, in this order; None: 0.
 template <class Args>
 auto point_to(std::initializer_list<Address Args::*> members) {
   return [members = std::vector<Address Args::*>(members)](Args& args, const py::args& tensors) {

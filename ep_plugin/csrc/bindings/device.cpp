@@ -1,5 +1,5 @@
-// CUDA: kernels, host memory, streams, and the kernels of common/wire.h. What only builds with CUDA have is here, so
-// that builds without CUDA can take the objects of the other bindings.
+// CUDA: kernels, host memory, streams, and the kernels of common/wire.h. All bindings that only builds with CUDA have
+// are in this file, so builds without CUDA can take the objects of the other bindings.
 #if defined(EP_WITH_CUDA)
 #include "bindings/bind.h"
 #include "common/collectives.h"

@@ -1,4 +1,4 @@
-// The form of a call's tensors: all that kernels must know of them but their addresses.
+// The form of a call's tensors: everything that kernels must know about them except their addresses.
 #include "bindings/bind.h"
 #include "common/dlpack.h"
 
@@ -8,11 +8,12 @@ namespace {
 
 constexpr uint32_t kMajor = 1;  // of DLPack
 
-// PyTorch's own, once `read_tensors` has named them. They live as long as the process.
+// PyTorch's functions, after `read_tensors` has named them. They live as long as the process.
 const DLExchangeApi* api = nullptr;
 PyObject *tensor_type = nullptr, *parameter_type = nullptr;
 
-// What a form begins with for each tensor; its sizes and then its strides follow. Without padding: bytes are compared.
+// The beginning of a tensor's part of a form. Its sizes and then its strides follow. The struct has no padding, because
+// forms are compared byte by byte.
 struct Head {
   PyObject* dtype;   // PyTorch's object. DLPack knows fewer dtypes
   int32_t num_dims;  // -1: no tensor
@@ -35,8 +36,8 @@ int64_t int_of(const py::object& object, PyObject* method) {
   return value;
 }
 
-// Whether the storage of `object` holds all elements of `tensor`, which has some. One that was freed or resized may
-// not.
+// Whether the storage of `object` holds all elements of `tensor`, which has at least one. A storage that was freed or
+// resized may not.
 bool holds_all(PyObject* object, const DLTensor& tensor) {
   static PyObject *const storage_name = interned("untyped_storage"), *const nbytes_name = interned("nbytes"),
                          *const address_name = interned("data_ptr");

@@ -11,7 +11,7 @@ using namespace ep;
 namespace {
 
 // Whether a signal handler has raised an exception, as for Ctrl-C. The exception stays set for the caller of the wait.
-// Python handles signals on its main thread alone, so other threads need not take the interpreter's lock.
+// Python handles signals only on its main thread, so other threads need not take the interpreter's lock.
 bool signal_has_raised() {
   if (syscall(SYS_gettid) != getpid()) return false;
   py::gil_scoped_acquire acquire;

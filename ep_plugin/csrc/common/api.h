@@ -4,8 +4,9 @@
 // Pointers and streams are integers; nothing here depends on torch or Python. The caller owns all memory and must keep
 // it until the kernel has ended. On the CPU a kernel runs to its end in the calling thread. On CUDA it is enqueued on
 // `stream`. Every wait has a deadline. A timeout, an abort or a disagreement is recorded in this rank's Board and in
-// State::fault; every later kernel exits at once. Shapes: R ranks, T tokens of this rank, K experts per token, E
-// experts, E_l = E / R.
+// State::fault; every later kernel exits at once.
+//
+// Shapes: R ranks, T tokens of this rank, K experts per token, E experts, E_l = E / R.
 #pragma once
 #include <cstdint>
 
@@ -46,8 +47,8 @@ struct Routing {
 };
 
 // Computes where each token goes: writes Routing's topk_ids, send_pos and pair_pos, and meta's rank_count, expert_count
-// and send_chunk_end. On CUDA plan writes topk_ids and the counts of each block of tokens, and notify the rest. An id
-// outside [-1, E) is recorded as kBadIds (field: the token) and counts as dropped.
+// and send_chunk_end. On CUDA plan writes topk_ids and the counts of each block of tokens, and notify writes the rest.
+// An id outside [-1, E) is recorded as kBadIds (field: the token) and counts as dropped.
 struct PlanArgs {
   Comm comm;
   Routing routing;
@@ -71,7 +72,7 @@ struct NotifyArgs {
 
 // Sends rows and their heads to their slots at the destinations, chunk by chunk. If the pools are too small for the
 // rows of some rank, an optimistic send signals no rows, on all ranks alike; any other send records a fault.
-// On CUDA rows leave while notify waits for peers, and are signalled when it has the counts of all.
+// On CUDA rows leave while notify waits for peers. They are signalled when notify has the counts of all peers.
 struct DispatchSendArgs {
   Comm comm;
   Routing routing;
@@ -138,7 +139,7 @@ struct CombineSendArgs {
   int64_t hidden;
   int32_t element;
   int32_t num_sms;  // CUDA
-  int32_t per_row;  // TOKEN_MAJOR. 1: all K extra values of a row travel; 0: those of experts elsewhere are zeros
+  int32_t per_row;  // TOKEN_MAJOR. 1: all K extra values of a row travel; 0: values of other ranks' experts are zeros
   int32_t reserved;
   Address stream;
 };
@@ -187,9 +188,9 @@ struct QuantizeArgs {
   Address stream;
 };
 
-// Copies what this rank's tokens send to other nodes into the buffers that a rail sends: the row of each token, and its
-// weights, scales and ids. rail_rows has the place of each token in the buffers, once for each node that it goes to. A
-// place outside [-1, num_rows) is recorded as kBadHandle (field: the token) and skipped.
+// Copies the rows, weights, scales and ids of this rank's tokens for other nodes into the buffers that a rail sends.
+// rail_rows has the place of each token in the buffers, once for each node that it goes to. A place outside
+// [-1, num_rows) is recorded as kBadHandle (field: the token) and skipped.
 struct PackArgs {
   Comm comm;
   Address x;  // [num_tokens, row_bytes], rows x_stride bytes apart; 0: only ids are packed
@@ -223,16 +224,16 @@ struct CombineAddArgs {
   Address rail_rows;     // int32 [num_tokens, num_nodes]: row of `landed`, -1: none. The own node's column is not read
   Address bias;          // [num_tokens, hidden] contiguous or 0
   Address out;           // [num_tokens, hidden] contiguous
-  Address own_extra;     // [num_tokens, topk] or 0: f64 for f64 elements, else f32, as the next two
+  Address own_extra;     // [num_tokens, topk] or 0. This and the next two: f64 for f64 elements, else f32
   Address landed_extra;  // [num_rows, topk]
   Address extra_out;     // out: [num_tokens, topk]: the sums of own_extra and landed_extra
   int64_t hidden;
-  int64_t num_rows;  // of `landed`
+  int64_t num_rows;  // rows of `landed`
   int32_t topk;
   int32_t element;
   int32_t num_tokens;
   int32_t num_nodes;
-  int32_t node;       // this rank's
+  int32_t node;       // this rank's node
   int32_t num_sms;    // CUDA
   int32_t wide_bias;  // as in CombineRecvArgs
   int32_t reserved;
@@ -261,8 +262,8 @@ struct KernelTable {
   void (*dispatch_recv)(const DispatchRecvArgs&);
   void (*combine_send)(const CombineSendArgs&);
   void (*combine_recv)(const CombineRecvArgs&);
-  // Send and receive in one kernel of num_sms SMs, on one stream, without wait_for_sender. Not optimistic. CPU: one
-  // after the other.
+  // Sends and receives in one kernel of num_sms SMs, on one stream, without wait_for_sender. Not optimistic. On the CPU
+  // it sends, then receives.
   void (*dispatch)(const DispatchSendArgs&, const DispatchRecvArgs&);
   void (*combine)(const CombineSendArgs&, const CombineRecvArgs&);
   void (*weight_grad)(const WeightGradArgs&);
@@ -275,6 +276,6 @@ struct KernelTable {
 };
 
 const KernelTable& cpu_kernels();
-const KernelTable& cuda_kernels();  // in builds with CUDA alone
+const KernelTable& cuda_kernels();  // only in builds with CUDA
 
 }  // namespace ep

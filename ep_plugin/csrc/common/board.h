@@ -27,8 +27,8 @@ void abort_board(Address board, int rank, const std::string& reason);
 // Records a fault, which the host has found, on this rank's board. The first fault stays.
 void fault_board(Address board, int code, int step, int peer, int64_t expected, int64_t seen);
 
-// Keep a list of the boards of this process's communicators. announce() writes `text` to each of them, as the host's
-// activity.
+// These keep a list of the boards of this process's communicators. announce() writes `text` to each board, as the
+// host's activity.
 void list_board(Address board);
 void unlist_board(Address board);
 void announce(const std::string& text);

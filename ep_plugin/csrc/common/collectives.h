@@ -1,16 +1,17 @@
 // All-gather and reduce-scatter inside a node: the layout of what ranks share in memory, and the kernels' arguments.
 // docs/collectives.md explains how they work.
 //
-//   CPU ranks     CollectiveControl, one per rank: shards move through its slots, or stay in blocks that peers map
-//   hosts         Requests and Call rings: hosts agree on blocks, and compare what they call
+//   CPU ranks     CollectiveControl, one per rank: shards move through its chunk slots, or stay in mapped blocks
+//   hosts         Requests and Call rings: hosts agree on blocks, and compare their calls
 //   GPU ranks     DeviceControl, one per rank: signals between CTAs, and counts of chunks. StreamWords: handshakes of
 //                 copy engines. FlaggedWord: small shards
 //
 // Words of this file:
-//   shard    what one rank gives to a gather, or receives from a sum
-//   block    peer memory from which Python makes tensors, mapped by every rank of the node
-//   chunk    the part of a shard that moves at a time. Chunks are counted over all operations of a communicator
-//   place    where something lies in peer memory: its block and the offset in it (place_word)
+//   shard       the part that one rank gives to a gather, or receives from a sum
+//   block       peer memory from which Python makes tensors, mapped by every rank of the node
+//   chunk       the part of a shard that moves at a time. Chunks are counted over all operations of a communicator
+//   chunk slot  memory for one chunk on its way
+//   place       a position in peer memory: a block and an offset in it (place_word)
 #pragma once
 #include <array>
 #include <cstdint>
@@ -30,15 +31,16 @@ constexpr int kRequests = 2 * kMaxPeerBlocks;
 enum CollectiveOp : int64_t { kOpAllGather = 1, kOpReduceScatter = 2 };
 
 // --- CPU ranks -------------------------------------------------------------------------------------------------------
-// A piece is what one rank contributes: its shard to a gather, or one shard for each rank to a sum. A piece in a block
-// is read where it lies. Any other piece is copied, chunk by chunk, through the slots of its rank's control block.
+// A piece is the contribution of one rank: its shard to a gather, or one shard for each rank to a sum. A piece in a
+// block is read where it lies. Any other piece is copied, chunk by chunk, through the chunk slots of its rank's control
+// block.
 
 // Describes a rank's piece. It is posted with the first chunk. The first kPieceFields words must be equal on all ranks.
 struct PieceHeader {
   int64_t op;
   int64_t bytes;              // of one shard
   int64_t element;            // Element of a sum, 0 for a gather
-  int64_t block;              // the block that has the piece, or -1: it goes through the slots
+  int64_t block;              // the block that has the piece, or -1: it goes through the chunk slots
   int64_t offset[kMaxRanks];  // in the block: of the shard (gather), or of the shard for each rank (sum)
 };
 constexpr int kPieceFields = 3;
@@ -57,7 +59,7 @@ struct CollectiveControl {
   alignas(128) char slots[kSlots][kSlotBytes];
 };
 
-// Bytes of a shard in one chunk. A slot has one chunk of a gather, or one chunk for each rank of a sum.
+// Bytes of a shard in one chunk. A chunk slot has one chunk of a gather, or one chunk for each rank of a sum.
 EP_HD constexpr int64_t gather_chunk_bytes() { return kSlotBytes; }
 EP_HD constexpr int64_t scatter_chunk_bytes(int ranks) { return kSlotBytes / ranks / 64 * 64; }
 
@@ -122,7 +124,7 @@ WaitResult was_free(Address requests, int block, uint64_t uses, uint64_t number,
 // Copy engines compare nothing. So hosts post their calls, and the host that posts a call second compares: none waits.
 constexpr int kCallFields = 3;
 using CallWords = std::array<int64_t, kCallFields>;  // bytes of a shard, element of a sum, place of the output
-// More than a host can be ahead of another: when a stream waits for a peer, its host soon has to wait, too.
+// More calls than a host can be ahead of another: when a stream waits for a peer, its host soon has to wait, too.
 constexpr int kCalls = 1024;
 
 struct Call {
@@ -143,7 +145,7 @@ bool post_call(Address rings, int num_ranks, int rank, uint64_t number, const Ca
 
 // --- GPU ranks: gathers ----------------------------------------------------------------------------------------------
 // Ranks store their shards into their peers' outputs, which have the same place on all ranks. Shards for any other
-// output go through the staging block. Its number follows those of all other blocks.
+// output go through the staging block. Its number follows the numbers of all other blocks.
 constexpr int kStagingBlock = kMaxPeerBlocks;
 constexpr int kMaxCtas = 128;
 
@@ -168,13 +170,13 @@ struct StreamWords {
 
 // --- GPU ranks: sums -------------------------------------------------------------------------------------------------
 // Shards move in chunks. The CTAs of one index on all ranks are a channel; it moves every num_ctas-th chunk. In each
-// channel, each rank has slots for each source. Chunks are counted per channel, over all operations.
+// channel, each rank has chunk slots for each source. Chunks are counted per channel, over all operations.
 constexpr int kMaxChannels = 64;
 constexpr int kMaxChannelSlots = 32;
 constexpr int64_t kSumRowBytes = 2048;  // of a row, which a warp sums at a time
 constexpr int kMaxChunkRows = 8;
 constexpr int64_t kChannelSlotBytes = kMaxChunkRows * kSumRowBytes;
-// Slots of a channel for each source: a power of two, fewer for more ranks.
+// Chunk slots of a channel for each source: a power of two, fewer for more ranks.
 EP_HD constexpr int channel_slots(int ranks) {
   return ranks <= 2 ? kMaxChannelSlots : ranks <= 4 ? 16 : ranks <= 8 ? 8 : 4;
 }
@@ -182,12 +184,14 @@ EP_HD constexpr int64_t channel_slots_bytes(int ranks, int channels) {
   return channels * (ranks - 1) * channel_slots(ranks) * kChannelSlotBytes;
 }
 
-// How many chunks of a source have arrived in a channel's slots, and what must be equal on all ranks. One store.
+// The number of chunks of a source that have arrived in a channel's chunk slots, and the properties that must be equal
+// on all ranks. One store writes both.
 struct alignas(16) ArrivedChunks {
   uint64_t chunks;
   uint64_t properties;  // see sum_word
 };
-// A word of what must be equal: bytes of a shard, element of the sum, and the low bits of the operation's epoch.
+// The properties that must be equal, as one word: bytes of a shard, element of the sum, low bits of the operation's
+// epoch.
 EP_HD constexpr uint64_t sum_word(int64_t bytes, int element, uint64_t epoch) {
   return static_cast<uint64_t>(bytes) << 16 | (epoch & 0xFF) << 8 | static_cast<uint64_t>(element);
 }
@@ -199,7 +203,7 @@ EP_HD constexpr int64_t sum_element(uint64_t word) { return static_cast<int64_t>
 // counts of chunks are kept here, so that a CUDA graph that is replayed advances them.
 struct DeviceControl {
   alignas(128) CtaSignal cta_signals[kMaxCtas][kMaxRanks];
-  alignas(128) ArrivedChunks arrived[kMaxChannels][kMaxRanks];  // by source: in this rank's slots
+  alignas(128) ArrivedChunks arrived[kMaxChannels][kMaxRanks];  // by source: in this rank's chunk slots
   alignas(128) uint64_t consumed[kMaxChannels][kMaxRanks];      // by destination: chunks of this rank that it has read
   alignas(128) uint64_t chunks[kMaxChannels];                   // this rank's own: chunks of finished operations
   alignas(128) uint64_t epoch;  // this rank's own: operations by kernels that have finished
@@ -232,8 +236,8 @@ struct AllGatherArgs {
   Address stream;
 };
 
-// As CpuReduceScatterArgs. slots[r]: rank r's slots, [channels][num_ranks - 1 sources][channel_slots], with num_ctas
-// channels or more.
+// The fields of CpuReduceScatterArgs have the same meaning here. slots[r]: rank r's chunk slots,
+// [channels][num_ranks - 1 sources][channel_slots], with num_ctas channels or more.
 struct ReduceScatterArgs {
   Comm comm;  // control: DeviceControl of each rank
   Address inputs[kMaxRanks];

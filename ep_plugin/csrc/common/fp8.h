@@ -26,7 +26,7 @@ inline void require_quantizable(int32_t element) {
   if (element != kFloat32 && element != kBFloat16 && element != kFloat16)
     throw std::invalid_argument("element: expected float32, bfloat16 or float16, got " + std::to_string(element));
 }
-// Throws it if a dispatch with this header and element type cannot quantise.
+// Throws std::invalid_argument if a dispatch with this header and element type cannot quantise.
 inline void require_quantizable(const Header& header, int32_t element) {
   require_quantizable(element);
   const int64_t expected = quantized_scale_bytes(header.row_bytes);
@@ -49,7 +49,7 @@ EP_HD float pow2_scale(float scale) {
   std::memcpy(&scale, &bits, 4);
   return scale;
 }
-// Such a scale as ue8m0: its exponent with bias 127. An infinite one becomes 255, NaN.
+// Returns the ue8m0 code of a scale that is a power of two: its exponent with bias 127. Infinity becomes 255, NaN.
 EP_HD uint8_t ue8m0_of(float pow2) {
   uint32_t bits;
   std::memcpy(&bits, &pow2, 4);

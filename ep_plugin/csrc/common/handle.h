@@ -1,14 +1,15 @@
 // The checks of a handle's words before a kernel computes addresses from them.
 //
-// A handle is the caller's memory, so anything may have been written over it. Host and device run the same checks. An
-// item is checked independently of the others, so threads can share them out in any order.
+// A handle is the caller's memory, so anything may have been written over it. Host and device run the same checks. Each
+// item is checked independently of the others, so threads can share the items in any order.
 // Shapes: R ranks, C = kMaxChunks, E_l local experts.
 #pragma once
 #include "common/views.h"
 
 namespace ep {
 
-// Chunk `chunk` of `chunks` ends at a row that is not before its begin, nor past `rows`. The last one ends there.
+// Whether chunk `chunk` of `chunks` ends at a row that is not before its begin, nor past `rows`. The last chunk must
+// end at `rows`.
 EP_HD bool chunk_is_sound(const int32_t* ends, int chunk, int chunks, int64_t rows) {
   if (chunk >= chunks) return true;
   const int32_t begin = chunk == 0 ? 0 : ends[chunk - 1], end = ends[chunk];
@@ -54,7 +55,7 @@ EP_HD bool placed_is_sound(const Comm& comm, const Meta& meta, int source) {
   return base >= 0 && base + rows <= meta.token_base[comm.num_ranks];
 }
 
-// What a cached dispatch receive reads: items of all ranks, then those of all local experts.
+// A cached dispatch receive reads these items: one of each rank, then one of each local expert.
 EP_HD int cached_items(const Comm& comm) { return comm.num_ranks + local_experts(comm); }
 EP_HD bool cached_is_sound(const Comm& comm, const Routing& routing, const Meta& meta, int item) {
   return item < comm.num_ranks ? received_is_sound(routing, meta, item) && placed_is_sound(comm, meta, item)

@@ -33,8 +33,8 @@ EP_HD constexpr int64_t align_up(int64_t value, int64_t unit) { return (value + 
 EP_HD constexpr int64_t ceil_div(int64_t value, int64_t unit) { return (value + unit - 1) / unit; }
 
 // The chunks of T source tokens. They depend on T alone, never on the number of SMs. Each of the last kShortChunks
-// chunks is one unit of kUnitTokens tokens; each chunk before them is `long_units` units,
-// except that the last of these may be shorter.
+// chunks is one unit of kUnitTokens tokens. Each chunk before them is `long_units` units, except that the last of these
+// long chunks may be shorter.
 struct Chunks {
   int num_tokens;
   int count;
@@ -168,7 +168,7 @@ EP_HD constexpr ControlLayout control_layout(int R, int E) {
 // ---------------------------------------------------------------------------------------------------------------
 // The state: in the memory of the rank's device, written by this rank's kernels alone.
 struct State {
-  uint64_t epoch[kStateSteps];      // finished operations, indexed by Step - 1; not of steps that meet no peer
+  uint64_t epoch[kStateSteps];      // finished operations, by Step - 1; unused for steps that meet no peer
   uint64_t fault;                   // nonzero: every later kernel exits at once
   uint64_t ctas_done[kStateSteps];  // by Step - 1: CTAs of the running kernel that have finished
   uint64_t started[2];              // by Pool: epoch of the latest sender whose CTAs all run or have exited
@@ -179,7 +179,7 @@ struct State {
   uint64_t next_abort_check;        // time from which one thread of the device may read the board's abort word again
   uint32_t next_row[3];  // by Queue (cuda/moe/rows.cuh): rows that warps have requested after their first one
   uint32_t chunk_done[2][kMaxChunks];  // by Pool: CTAs whose rows of the chunk are written
-  // Time that this rank's kernels have waited for each rank of the node. CUDA: for its counts and openings alone.
+  // Time that this rank's kernels have waited for each rank of the node. CUDA: only for its counts and openings.
   uint64_t waited_ns[kMaxRanks];
 };
 
@@ -218,8 +218,8 @@ struct Board {
   uint32_t gate_reached;  // test gates: the step that stands at its gate, and the word that opens it
   uint32_t gate_open;
   uint64_t reserved_pools;  // how often this rank has found or made pools large enough for an operation
-  char reason[384];         // of the abort
-  char activity[128];       // of this rank's host, for the error messages of others
+  char reason[384];         // the reason of the abort
+  char activity[128];       // the activity of this rank's host, for the error messages of others
 };
 // The totals follow the struct: int64 [kTotals], then the rows received for each local expert [E_l].
 EP_HD constexpr int64_t board_bytes(int local_experts) {

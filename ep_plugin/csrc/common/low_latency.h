@@ -6,27 +6,29 @@
 //   state  memory of the rank's device: epochs, masks, and counters of CTAs
 //   plan   the routing of one dispatch, in a tensor that the handle owns
 //
-// Shapes: R ranks, T tokens of one rank, T_max of a call (header.max_tokens) at most that of the communicator, K
-// experts per token, E experts, E_l = E / R on each rank. An expert's block in the output has R * T_max rows.
+// Shapes: R ranks, T tokens of one rank, T_max most tokens of a rank in a call (header.max_tokens; at most the
+// communicator's maximum), K experts per token, E experts, E_l = E / R on each rank. An expert's block in the output
+// has R * T_max rows.
 //
-// Dispatch. The send half writes to every peer, itself included: the header and all of its expert ids, as words; then,
-// once for each token and rank that holds one of its experts, the row, into the slot of that token; then, for each
-// group of tokens, a flag at every rank that got a row of the group. The receive half waits for the words of every
-// source, computes counts and places from them, and copies each slot to its rows as the flags come. Rows are ordered by
-// (source rank, token) inside an expert.
+// Dispatch. The send half writes to every rank, itself included, in this order:
+//   1. the header and all of its expert ids, as words;
+//   2. the row of each token that has an expert there, once, into the slot of that token;
+//   3. for each group of tokens of which that rank got a row, a flag.
+// The receive half waits for the words of every source, computes counts and places from them, and copies each slot to
+// its rows as the flags come. Inside an expert, rows are ordered by (source rank, token).
 // On CUDA a source sends at least ll_early_words() words of ids. Pairs that it does not have are -1. So a receiver
 // waits for these words beside the header, which has T.
 //
-// Combine. The send half first writes, as an owner, the header and the weights of all of its tokens to every peer, as
-// words: only the holders know which tokens they hold. Then, as a holder, it waits for the header of every owner and
-// for the weights of each of the owner's tokens that it holds, sums the token's rows in the order of k, in float32
-// (float64 for float64 rows), rounds once, and stores the partial row into the owner's slot [holder][token], then the
-// flag of the group. The receive half adds the partial rows of each token in the order of the ranks, then the bias, and
-// rounds once.
-// Few pairs. An owner with at most kLlFewPairs pairs sends the header alone. Its holders wait for nothing before they
+// Combine. The send half is first an owner of tokens. It writes the header and the weights of all its tokens to every
+// peer, as words, since only the holders know which tokens they hold. Then it is a holder of experts. It waits for the
+// header of every owner, and for the weights of each of the owner's tokens that it holds. It sums the token's rows in
+// the order of k, in float32 (float64 for float64 rows), rounds once, and stores the partial row into the owner's slot
+// [holder][token], then the flag of the group. The receive half adds the partial rows of each token in the order of the
+// ranks, then the bias, and rounds once.
+// Few pairs. An owner with at most kLlFewPairs pairs sends only the header. Its holders wait for nothing before they
 // send it the row of each pair, as words. The receive half weights and adds the rows of each token in the order of k,
 // then the bias, and rounds once. So all data crosses the links one way, and no row waits for words of its owner. With
-// shrink there are no few pairs (ll_has_few_pairs).
+// shrink no owner uses this path (ll_has_few_pairs).
 //
 // Memory order. A word carries its epoch, so it needs no flag. A flag is stored with release order at system scope
 // after the rows of its group. When both halves of a rank have read everything of an operation that peers wrote, the
@@ -34,18 +36,19 @@
 // CUDA a kernel with both halves may leave it to the next send half of its kind, and then does not count its CTAs at
 // the end (ll_counts_ctas in low_latency.cuh).
 //
-// Reuse. Epochs alternate between two parities of everything. Before its first store to a peer, a send half waits until
-// the peer's consumed word of that parity is at least epoch - 2. So two operations of a kind may be un-received, and
-// may be received in either order. The receive half of an operation starts after this rank's send half of it has ended.
+// Reuse. All words, flags and slots exist twice, and epochs alternate between the two parities. Before its first store
+// to a peer, a send half waits until the peer's consumed word of that parity is at least epoch - 2. So two operations
+// of a kind may be un-received, and may be received in either order. The receive half of an operation starts after this
+// rank's send half of it has ended.
 //
 // Waits. A send half waits for consumed words and, in combine, for the words of other send halves; a receive half waits
 // for what send halves write. All ranks must start their operations in the same order.
 //
 // Masks. No rank sends to a rank that it has masked, or waits for one. With `shrink`, a wait that passes its deadline
-// masks the rank. Headers carry masks, and a rank adopts those of its peers. A rank that finds itself masked records a
-// fault. Rows of a source that is masked during its receive become zeros.
-// A rank that waits for a dead one is late itself. So with `shrink`, a half that has waited for half of its deadline
-// adds 1 to the `waiting` word of its rank at every peer, and its end adds 1 again. When a wait for a rank has lasted
+// masks the rank. Headers carry masks, and a rank adopts the masks of its peers. A rank that finds itself masked
+// records a fault. Rows of a source that is masked during its receive become zeros.
+// A rank that waits for a dead rank is late itself. So with `shrink`, a half that has waited for half of its deadline
+// adds 1 to the `waiting` word of its rank at every peer. At its end it adds 1 again. If a wait for a rank has lasted
 // for its deadline, and the word is odd or has changed meanwhile, the deadline begins anew, at most R times.
 #pragma once
 #include "common/layout.h"
@@ -55,7 +58,8 @@ namespace ep {
 enum LlKind : int32_t { kLlDispatch = 0, kLlCombine = 1 };
 enum LlPhase : int32_t { kLlSend = 1, kLlReceive = 2 };  // bits of `phases`
 
-// How rows travel. kLlLogfmt is for partial rows in combine, the others but kLlPlain for rows of dispatch.
+// The formats in which rows travel. kLlPlain is for rows and partial rows, kLlLogfmt for partial rows in combine, and
+// the others for rows in dispatch.
 enum LlFormat : int32_t {
   kLlPlain = 0,      // as they are
   kLlE4m3 = 1,       // e4m3 with float32 scales (fp8.h)
@@ -66,13 +70,13 @@ enum LlFormat : int32_t {
 
 constexpr int kLlKinds = 2;
 constexpr int kLlParities = 2;
-// Places for the epochs of un-received operations of a kind, of which there are two at most. Those in CUDA graphs have
-// places of their own, since a graph may be replayed while others are un-received.
+// Entries for the epochs of un-received operations of a kind: two entries, since at most two are un-received, and two
+// more for operations in CUDA graphs, since a graph may be replayed while others are un-received.
 constexpr int kLlSlots = 4;
 constexpr int64_t kLlMaxTokens = 4096;
 constexpr int64_t kLlMaxExperts = 32767;  // expert ids travel as int16
 constexpr int kLlMaxGroups = 128;
-constexpr int kLlFewPairs = 256;  // combine: to an owner with at most so many pairs, each pair's row goes as words
+constexpr int kLlFewPairs = 256;  // combine: an owner with at most this many pairs receives each pair's row as words
 
 EP_HD constexpr int ll_parity(uint64_t epoch) { return static_cast<int>(epoch & 1); }
 
@@ -93,7 +97,7 @@ EP_HD constexpr int64_t ll_refreshed(uint64_t epoch, int64_t words) {
   return static_cast<int64_t>((epoch >> 1) % static_cast<uint64_t>(words));
 }
 
-// The properties of an operation that must be equal on all ranks, then those of the sending rank alone.
+// The properties of an operation that must be equal on all ranks, then the properties of the sending rank.
 struct LlHeader {
   int32_t row_bytes;     // of a row of x or y as it travels, without scales; logfmt: as it would travel plain
   int32_t scale_bytes;   // scales of one row, 0 without
@@ -107,7 +111,7 @@ struct LlHeader {
   uint32_t mask;         // bit r: the sending rank has masked rank r. Kernels fill it in
   int32_t reserved[2];
 };
-constexpr int kLlHeaderFields = 9;  // that have names
+constexpr int kLlHeaderFields = 9;  // the fields that have names
 constexpr int kLlComparedFields = 8;
 constexpr int kLlHeaderWords = 4;
 static_assert(sizeof(LlHeader) == kLlHeaderWords * kLlWordBytes, "a header fills its words");
@@ -115,7 +119,7 @@ static_assert(sizeof(LlHeader) == kLlHeaderWords * kLlWordBytes, "a header fills
 // Expert ids: int16 [T,K] without gaps, -1: dropped. They follow the header, kLlIdsPerWord in a word.
 constexpr int kLlIdsPerWord = 6;
 EP_HD constexpr int64_t ll_id_words(int64_t tokens, int64_t K) { return ceil_div(tokens * K, kLlIdsPerWord); }
-// CUDA: the words of ids that a source sends in any case.
+// CUDA: a source always sends this many words of ids, or more.
 constexpr int kLlEarlyWords = 64;  // at most
 EP_HD constexpr int ll_early_words(int64_t max_tokens, int64_t K) {
   const int64_t words = ll_id_words(max_tokens, K);
@@ -123,15 +127,15 @@ EP_HD constexpr int ll_early_words(int64_t max_tokens, int64_t K) {
 }
 
 // Weights: [K] of weight_bytes each. Each token has words of its own, at a stride for the communicator's K and 8 bytes.
-// Words that the token does not fill are not written. All bits set: the pair is not named by this combine. A NaN with
-// all bits set travels as another NaN. Without weights the owner sends 1.
+// Words that the token does not fill are not written. A weight with all bits set means that this combine does not name
+// the pair. A NaN with all bits set travels as another NaN. Without weights the owner sends 1.
 EP_HD constexpr int64_t ll_weight_words(int64_t K, int64_t weight_bytes) { return ll_words(K * weight_bytes); }
 
 // ---------------------------------------------------------------------------------------------------------------
-// Groups of slots. They depend on T of the rank that owns the tokens alone, never on the number of SMs. A flag is the
+// Groups of slots. They depend only on T of the rank that owns the tokens, never on the number of SMs. A flag is the
 // epoch of the latest operation, of its kind and parity, whose rows of the group are there. A group without rows for a
 // rank has no flag there. In combine, a holder flags each group of which it holds a token by the handle, even if no
-// pair is named now; the owner waits for those of which it names one.
+// pair is named now. The owner waits for a group's flag only if it names a pair of the group.
 EP_HD constexpr int ll_group_tokens(int num_tokens) {
   return num_tokens <= kLlMaxGroups ? 1 : static_cast<int>(ceil_div(num_tokens, kLlMaxGroups));
 }
@@ -145,9 +149,9 @@ EP_HD constexpr int64_t ll_scales_offset(int64_t row_bytes) { return align_up(ro
 EP_HD constexpr int64_t ll_image_bytes(int64_t row_bytes, int64_t scale_bytes) {
   return ll_scales_offset(row_bytes) + align_up(scale_bytes, 4);
 }
-// A slot of combine: the partial row. In logfmt: for each group of 128 elements the row's place of the group, 256 bytes
-// of bfloat16, which holds the group's codes or, where it cannot be coded, its elements; then the LogfmtScale of each
-// group (logfmt.h).
+// A slot of combine: the partial row. In logfmt each group of 128 elements has its place in the row, 256 bytes of
+// bfloat16. The place holds the group's codes, or its elements if the group cannot be coded. After the row comes the
+// LogfmtScale of each group (logfmt.h).
 constexpr int kLlLogfmtGroup = 128;
 constexpr int kLlLogfmtScaleBytes = 8;
 EP_HD constexpr int64_t ll_logfmt_bytes(int64_t hidden) {
@@ -178,7 +182,7 @@ struct LlBell {
 struct LlLayout {
   int64_t consumed;    // u64 [2 kinds][2 parities][R peers]: epoch that the peer has read of what this rank wrote
   int64_t waiting;     // u32 [R]: odd: the rank waits for another one
-  int64_t bell;        // LlBell: CPUs alone
+  int64_t bell;        // LlBell: only on CPUs
   int64_t flag;        // u64 [2 kinds][2 parities][R senders][kLlMaxGroups]
   int64_t ids;         // LlWord [2 parities][R sources][id_words]: header, then expert ids
   int64_t weights;     // LlWord [2 parities][R owners][weight_words]: header, then T_max * token_words of weights
@@ -186,8 +190,8 @@ struct LlLayout {
                        // CPUs a row is stored as it is, and the last one of its words says that it is there
   int64_t slots;       // [2 kinds][2 parities][R senders][T_max] slots
   int64_t bytes;
-  int64_t id_words;      // kLlHeaderWords and those of the ids
-  int64_t weight_words;  // kLlHeaderWords and those of the weights
+  int64_t id_words;      // kLlHeaderWords, plus the words of the ids
+  int64_t weight_words;  // kLlHeaderWords, plus the words of the weights
   int64_t token_words;
   int64_t words_per_row;
 };
@@ -216,14 +220,14 @@ EP_HD constexpr LlLayout ll_layout(int R, const LlShape& shape) {
 // as zeros. The epoch of a send half is epoch[kind] + 1; on CUDA the last CTA to enter stores it, after every CTA has
 // read it. A send half without its receive half also leaves it in slot_epoch, for the receive half that comes later.
 struct LlState {
-  uint64_t epoch[kLlKinds];                 // of the latest send half
-  uint64_t slot_epoch[kLlKinds][kLlSlots];  // by the operation's `slot`: its epoch
+  uint64_t epoch[kLlKinds];                 // the epoch of the latest send half
+  uint64_t slot_epoch[kLlKinds][kLlSlots];  // epochs of un-received operations, by the operation's field `slot`
   uint64_t unsignalled[kLlKinds];           // CUDA: epoch that the next send half stores in consumed words, or 0
   uint64_t ctas_done[kLlKinds][2];          // CUDA: by kind and half: CTAs of the running kernel that have finished
   uint64_t ctas_entered[kLlKinds];          // CUDA: CTAs of the running send half that have read the epoch
   uint32_t mask[kMaxRanks];                 // 1: the rank is masked
   uint64_t waits;                           // the lower half is in this rank's `waiting` words
-  uint64_t verdict[kMaxRanks];              // CUDA, with shrink: whether a dispatch has the source's words (see there)
+  uint64_t verdict[kMaxRanks];              // CUDA, with shrink: whether a dispatch has a source's words (LlReceiver)
   uint64_t waited[kMaxRanks];               // CUDA: longest wait for the rank by a thread of the running operation
 };
 

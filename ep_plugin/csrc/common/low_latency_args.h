@@ -1,14 +1,15 @@
 // The kernels of low-latency dispatch and combine: one struct of arguments each, for both halves, and typed pointers
-// into the memory that common/low_latency.h describes. What common/api.h says of kernels holds here, too.
+// into the memory that common/low_latency.h describes. The rules of common/api.h for kernels hold here, too.
 #pragma once
 #include "common/low_latency.h"
 #include "common/views.h"
 
 namespace ep {
 
-// Both kernels. `comm.control` has the block of each rank. The host sets the header but for `mask`. `slot` alternates
-// between 0 and 1 from one operation of a kind to the next. A kernel runs the halves in `phases`; with both, receiving
-// need not wait until sending has ended. Costs are in nanoseconds; they are added to what is there.
+// The arguments of both kernels. `comm.control` has the block of each rank. The host sets the header except `mask`.
+// `slot` is an entry of LlState::slot_epoch. Operations of a kind use two entries in turn. A kernel runs the halves in
+// `phases`. With both, receiving need not wait until sending has ended. The kernel adds the nanoseconds that it waits
+// to `wait_cost`.
 struct LlOperation {
   Comm comm;
   LlShape shape;
@@ -22,8 +23,8 @@ struct LlOperation {
   Address stream;
 };
 
-// Output rows past an expert's count, and their scales and src_info, are not written. After a fault the counts, the
-// cumulative counts apart, are zeros.
+// Output rows past an expert's count, and their scales and src_info, are not written. After a fault the counts are
+// zeros, except the cumulative counts.
 struct LlDispatchArgs {
   LlOperation op;
   // Send. Ids outside [-1, E) are recorded as kBadIds (field: the token) and count as dropped. A pair has a row of its
@@ -51,7 +52,7 @@ struct LlCombineArgs {
   Address y;        // [E_l, rows, hidden] contiguous, in any memory of this rank. Rows of pairs not named are not read
   Address ids;      // [T,K] contiguous, of this rank's tokens
   Address weights;  // [T,K] contiguous: f64 for f64 elements, else f32; or 0: 1 for every pair
-  Address plan;     // of the dispatch
+  Address plan;     // the plan of the dispatch
   int64_t hidden;
   int32_t id_bytes;  // 4 or 8
   int32_t element;
@@ -123,13 +124,13 @@ EP_HD int ll_header_mismatch(const LlHeader& mine, const LlHeader& theirs) {
   return -1;
 }
 
-// Combine: whether a rank with T tokens has few pairs. Several holders write the words of a pair, in one operation
-// each. With shrink, a holder that was masked may write when others have gone on. So every holder has its own places
-// then.
+// Combine: whether a rank with T tokens uses the path for few pairs. On that path several holders write the words of a
+// pair, in one operation each. With shrink, a masked holder may write after the others have gone on. So with shrink no
+// rank uses that path, and every holder writes to places of its own.
 EP_HD bool ll_has_few_pairs(const LlOperation& op, int num_tokens) {
   return op.shrink == 0 && num_tokens * op.header.topk <= kLlFewPairs;
 }
-// Whether all owners have, whatever their tokens.
+// Whether all owners have few pairs, for any number of tokens up to T_max.
 EP_HD bool ll_always_few_pairs(const LlOperation& op) { return ll_has_few_pairs(op, op.header.max_tokens); }
 
 }  // namespace ep

@@ -1,13 +1,14 @@
 // Send and receive inside a node: the layout of the memory in which messages travel.
 //
 // Words of this file:
-//   channel  messages of one source, destination and channel arrive in the order of their sends
-//   lane     the way of one source and channel to this rank, in this rank's memory: slots that form a ring
-//   chunk    the part of a message that fits into a slot. A message has at least one chunk, also if it has no bytes.
-//            Chunks are counted over all messages of a lane
+//   channel       messages of one source, destination and channel arrive in the order of their sends
+//   message slot  memory for one chunk of a message
+//   lane          the way of one source and channel to this rank, in this rank's memory: message slots that form a ring
+//   chunk         the part of a message that fits into a message slot. A message has at least one chunk, also if it has
+//                 no bytes. Chunks are counted over all messages of a lane
 //
-// Memory order. The source writes a slot, then `sent` with release order. The receiver reads the slot, then writes
-// `consumed` with release order. Both words only grow.
+// Memory order. The source writes a message slot, then `sent` with release order. The receiver reads the message slot,
+// then writes `consumed` with release order. Both words only grow.
 #pragma once
 #include <cstdint>
 
@@ -23,8 +24,8 @@ constexpr int64_t kLaneSlotBytes = 64 * 1024;
 // On CPUs every chunk carries its message's header. The receiver compares it with what it expects before it writes
 // anything.
 struct MessageHeader {
-  uint64_t number;  // of the message in its lane, 1 for the first
-  int64_t bytes;    // of the message
+  uint64_t number;  // the message's number in its lane, 1 for the first
+  int64_t bytes;    // bytes of the message
   int64_t dtype;    // a number for each dtype of torch and order of dimensions
 };
 
@@ -78,15 +79,16 @@ constexpr int64_t kLeastChunkBytes = 4 * 1024;
 
 // Each rank has these words for each peer, channel and part. They start as zeros, and only grow.
 struct PartWords {
-  alignas(128) uint64_t sent;      // by the peer: its chunks in this rank's slots
+  alignas(128) uint64_t sent;      // by the peer: its chunks in this rank's message slots
   alignas(128) uint64_t consumed;  // by the peer: this rank's chunks that it has read
-  alignas(128) uint64_t written;   // this rank's own: its chunks in the peer's slots
+  alignas(128) uint64_t written;   // this rank's own: its chunks in the peer's message slots
   uint64_t read;                   // this rank's own: the peer's chunks that it has read
 };
 
-// In a rank's memory, [num_channels][num_ranks]: the words that it shares with a rank, and that rank's slots here. The
-// header of the first slot of each part of a message is that of the message, without its number. The receiver compares
-// it with what it expects before it reads anything. Slots that the parts fill at the same time lie next to each other.
+// A rank's memory has [num_channels][num_ranks] of these: the words that it shares with a rank, and the message slots
+// into which that rank writes. In each part of a message, the first message slot has the message's header, without the
+// number. The receiver compares the header with the expected one before it reads anything. Message slots that the parts
+// fill at the same time lie next to each other.
 struct DeviceLane {
   PartWords words[kMessageParts];
   alignas(128) MessageHeader headers[kPartSlots][kMessageParts];
@@ -97,7 +99,7 @@ EP_HD constexpr int64_t device_message_memory_bytes(int num_ranks, int num_chann
   return static_cast<int64_t>(sizeof(DeviceLane)) * num_ranks * num_channels;
 }
 
-// How a message is cut. Both ends compute it from its size.
+// The cut of a message into chunks. Both ends compute it from the message's size.
 struct MessageCut {
   int64_t chunk_bytes;  // of all chunks but the last
   int64_t chunks;
@@ -117,7 +119,7 @@ struct DeviceMessageArgs {
   Address stream;
 };
 
-namespace cuda {  // in builds with CUDA alone
+namespace cuda {  // only in builds with CUDA
 void send_message(const DeviceMessageArgs& args);
 void receive_message(const DeviceMessageArgs& args);
 // Loads both kernels. A kernel that spins may keep the driver from loading another.

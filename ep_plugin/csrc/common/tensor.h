@@ -26,7 +26,7 @@ inline pybind11::capsule dlpack_bytes(Address address, int64_t bytes, int device
   exported->tensor.manager = exported;
   exported->tensor.deleter = [](DLManagedTensor* self) {
     auto* exported = static_cast<Export*>(self->manager);
-    if (Py_IsInitialized()) {  // else the process is ending
+    if (Py_IsInitialized()) {  // otherwise the process is ending
       const PyGILState_STATE locked = PyGILState_Ensure();
       Py_DECREF(exported->owner);
       PyGILState_Release(locked);

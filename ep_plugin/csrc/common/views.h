@@ -1,5 +1,5 @@
-// Typed pointers into the memory that common/layout.h describes, and small functions of what is there, which CPU and
-// CUDA kernels share.
+// Typed pointers into the memory that common/layout.h describes, and small functions that read it. CPU and CUDA kernels
+// share them.
 #pragma once
 #include "common/api.h"
 

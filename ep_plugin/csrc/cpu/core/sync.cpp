@@ -32,7 +32,7 @@ bool aborted(const Run& run) {
   return true;
 }
 
-// Recorded as an abort by this rank. The host then writes the reason to the peers' boards.
+// Records an interruption as an abort by this rank. The host then writes the reason to the peers' boards.
 bool fail_interrupted(const Run& run) { return fail(run.comm, kAborted, run.step, run.comm.rank, 0, 0, 0); }
 
 void pause(int64_t waited_ns) {

@@ -1,5 +1,5 @@
-// How CPU kernels begin and end a step, signal peers, wait for them, and record faults. cuda/core/sync.cuh,
-// cuda/core/peer.cuh and cuda/moe/signals.cuh are the same for CUDA; the words are in common/layout.h.
+// Functions with which CPU kernels begin and end a step, signal peers, wait for them, and record faults.
+// cuda/core/sync.cuh, cuda/core/peer.cuh and cuda/moe/signals.cuh are the same for CUDA. common/layout.h has the words.
 //
 // Memory order. signal() stores with release order, and waits load with acquire order. So a rank that has waited for a
 // word sees everything that its writer wrote before it.
@@ -22,7 +22,7 @@ int64_t now_ns();
 
 // Sleeps until another process wakes sleepers on *word, at most for `most_ns`. Returns at once unless *word == seen.
 void sleep_on(uint32_t* word, uint32_t seen, int64_t most_ns);
-// Wakes as many as `sleepers` of those that sleep on *word, whose value has changed.
+// Wakes up to `sleepers` threads that sleep on *word. The caller has changed its value.
 void wake(uint32_t* word, int sleepers);
 
 // Whether the host wants a wait that has lasted `waited_ns` to end (set_interruption). It checks now and then;
@@ -42,7 +42,7 @@ class Deadline {
 
   // Pauses and returns true, or records a fault and returns false. A timeout names `peer`.
   bool keep_waiting(const Run& run, int peer, uint64_t expected, uint64_t seen);
-  // Does so without a pause. waited_ns: the time since the first call.
+  // Does the same without a pause. waited_ns: the time since the first call.
   bool lasts(const Run& run, int peer, uint64_t expected, uint64_t seen, int64_t* waited_ns);
   // Adds the time since the first call to State::waited_ns. Always returns true.
   bool met(const Run& run, int peer) const;
@@ -55,7 +55,7 @@ class Deadline {
 
 // Waits until *word >= value. False after a fault. A timeout names `peer`.
 bool wait_at_least(const Run& run, const uint64_t* word, uint64_t value, int peer);
-// Waits until *word has the tag of this epoch, in the same way. `value`: the rest of the word.
+// Waits in the same way until *word has the tag of this epoch. `value` receives the rest of the word.
 bool wait_tagged(const Run& run, const uint64_t* word, int peer, uint32_t* value);
 
 // Stores with release order.

@@ -99,8 +99,8 @@ bool send_slot(const Run& run, const CombineSendArgs& args, const Meta& meta, in
   return true;
 }
 
-// Chunk by chunk of the owners' tokens, and in each chunk all owners in turn, starting with the next rank, so that no
-// two ranks write to one owner at the same time.
+// Sends chunk by chunk of the owners' tokens. In each chunk it serves all owners in turn, starting with the next rank,
+// so that no two ranks write to one owner at the same time.
 template <class T>
 bool send_all(const Run& run, const CombineSendArgs& args) {
   const Comm& comm = args.comm;
@@ -125,7 +125,7 @@ bool send_all(const Run& run, const CombineSendArgs& args) {
   return true;
 }
 
-// Where each rank's partial row of token t lies in this rank's pool: slot[R], -1: that rank sent none.
+// Finds the slot of each rank's partial row of token t in this rank's pool: slot[R], -1: that rank sent none.
 bool find_partials(const Run& run, const CombineRecvArgs& args, const Meta& meta, int t, int64_t* slot) {
   const int R = run.comm.num_ranks;
   const int32_t* positions = at<const int32_t>(args.routing.send_pos) + static_cast<int64_t>(t) * R;

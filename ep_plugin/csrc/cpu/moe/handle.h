@@ -5,7 +5,8 @@
 
 namespace ep::cpu {
 
-// Checks items [0, count) of the routing with `is_sound(item)`. False, with the fault recorded, where one is not sound.
+// Checks items [0, count) of the routing with `is_sound(item)`. If an item is not sound, records the fault and returns
+// false.
 template <class Check>
 bool check_handle(const Run& run, int count, Check is_sound) {
   for (int item = 0; item < count; ++item)

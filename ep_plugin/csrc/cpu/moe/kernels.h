@@ -1,6 +1,5 @@
 // The CPU kernels of dispatch and combine, one per file (combine.cpp has both halves). Each runs to its end in the
-// calling thread. common/api.h and
-// common/low_latency_args.h describe their arguments.
+// calling thread. common/api.h and common/low_latency_args.h describe their arguments.
 #pragma once
 #include "common/low_latency_args.h"
 

@@ -1,7 +1,7 @@
 // Low-latency combine: owners send the weights of their tokens to all ranks; holders sum rows to partial rows and store
 // them in the owners' slots; owners add the partial rows. An owner with few pairs gets their rows and sums them itself.
-// common/low_latency.h has the layout and the rules. The file is long because owner and holder are both here: each
-// reads what the other one writes.
+// common/low_latency.h has the layout and the rules. The file is long because it has both the owner and the holder:
+// each reads the words that the other writes.
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -112,7 +112,7 @@ LlWord* word_of_pair(const LlBlock& block, int parity, int64_t pair) {
   return block.pair_words(parity, static_cast<int>(pair)) + block.lay.words_per_row - 1;
 }
 
-// Whether the rows of a holder's pairs stay where they are: a call with both halves reads this rank's own from y.
+// Whether the rows of a holder's pairs stay where they are: a call with both halves reads this rank's own rows from y.
 bool stays(const LlRun& ll, int holder) { return holder == ll.op.comm.rank && ll.op.phases == (kLlSend | kLlReceive); }
 
 // Refreshes the word of one of this rank's own pairs, which several holders write.

@@ -31,7 +31,8 @@ bool read_ids(const LlRun& ll, const LlDispatchArgs& args, std::vector<int16_t>*
   return true;
 }
 
-// The images [row | scales] of tokens, quantised if asked for. The next call overwrites the image.
+// Makes the images [row | scales] of tokens, and quantises rows if the format needs it. The next call overwrites the
+// image.
 class Images {
  public:
   explicit Images(const LlDispatchArgs& args)
@@ -73,7 +74,7 @@ bool goes_to(const LlRun& ll, const int16_t* ids, int rank) {
   return std::any_of(ids, ids + K, [&](int16_t id) { return id >= 0 && id / per_rank == rank; });
 }
 
-// Sends the header and all ids to one peer, after it has read what was there.
+// Sends the header and all ids to one peer, after the peer has read the earlier words there.
 Wait send_words(const LlRun& ll, const std::vector<int16_t>& ids, int peer) {
   const Wait found = ll_wait_consumed(ll, peer);
   if (found != Wait::kThere) return found;
@@ -123,7 +124,7 @@ bool send_all(const LlRun& ll, const LlDispatchArgs& args) {
 
 // -- receive -------------------------------------------------------------------------------------------------------
 
-// What one source sends here. A masked source has no tokens.
+// The data that one source sends here. A masked source has no tokens.
 struct Source {
   int tokens = 0;
   std::vector<int16_t> ids;

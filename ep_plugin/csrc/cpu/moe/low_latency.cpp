@@ -16,7 +16,7 @@ Step step_of(LlKind kind, LlPhase phase) {
 
 void mask(const LlRun& ll, int peer) { __atomic_store_n(&ll.state().mask[peer], 1, __ATOMIC_RELAXED); }
 
-// Says to the peers whether this rank waits for another one.
+// Signals to the peers whether this rank waits for another one.
 void announce_wait(const LlRun& ll, bool waits) {
   uint64_t& count = ll.state().waits;
   if (count % 2 == static_cast<uint64_t>(waits)) return;
@@ -48,12 +48,12 @@ class MaskDeadline {
   int renewed_ = 0;
 };
 
-// A wait yields its core for so long, since the peer that it waits for may share it. Then it sleeps until a peer rings.
+// A wait yields its core for this long, since the peer may run on the same core. Then it sleeps until a peer rings.
 constexpr int64_t kYieldNs = 400'000;
 constexpr int64_t kNapNs = 1'000'000;  // the longest sleep between two looks at the deadline, at masks and at aborts
 
-// Sleeps until `peer` rings, if arrived() is still false. The fence lets either this rank see what has arrived or the
-// peer see that it is awaited.
+// Sleeps until `peer` rings, if arrived() is still false. The fence guarantees that this rank sees what has arrived, or
+// the peer sees that this rank waits for it.
 template <class Arrived>
 void sleep(const LlRun& ll, int peer, Arrived arrived) {
   LlBell& bell = ll.own().bell();
@@ -64,7 +64,7 @@ void sleep(const LlRun& ll, int peer, Arrived arrived) {
   __atomic_store_n(&bell.awaits, 0, __ATOMIC_RELAXED);
 }
 
-// Waits until arrived() returns true. `seen` is what it has looked at last.
+// Waits until arrived() returns true. `seen` is the value at which arrived() has looked last.
 template <class Arrived>
 Wait wait(const LlRun& ll, int peer, uint64_t expected, const uint64_t& seen, Arrived arrived) {
   Deadline deadline(ll.op.shrink == 0);

@@ -1,5 +1,5 @@
 // Plan: computes where each of this rank's tokens goes, in one pass over topk_ids in token order. Positions are running
-// counts: of the tokens for a rank, and of the pairs for an expert.
+// counts of the tokens for a rank, and of the pairs for an expert.
 #include <cstring>
 
 #include "cpu/core/sync.h"
