@@ -1,4 +1,4 @@
-// Copies rows, each from one source to several destinations. A job says which rows and where to. The jobs are
+// Copies rows, each from one source to several destinations. A job finds the rows and their destinations. The jobs are
 // DispatchSendJob and DispatchRecvJob. A job has
 //   Next next(bool may_block)                    finds the warp's next row; kNotYet only if it may not block
 //   void load(Ring& ring, int unit)              begins to fill the next stage with a unit of the row found last
@@ -7,9 +7,9 @@
 //   void completed(uint32_t rows)                this many rows of the warp are written
 //   static constexpr bool kSignals               whether completed rows are signalled. If so, the copy waits until
 //                                                stores are written; if not, until their stage has been read
-//   static constexpr int kStages                 of a warp's ring
+//   static constexpr int kStages                 stages of a warp's ring
 // Whole warps call all of them. On the bulk path, next() finds `cut.units()` units: a row or, in small batches, one
-// part of a row, for which "row" stands above.
+// part of a row. The list above calls both a row.
 //
 // Bulk path. Loads run ahead as far as there are stages, also across rows. The stores of a unit end before the stores
 // of the next unit begin. More stores in flight would not be faster: they would wait in the links' queues, and delay

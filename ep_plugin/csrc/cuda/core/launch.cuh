@@ -1,5 +1,5 @@
-// How kernels are launched: argument checks on the host, limits of shared memory, the attributes of a launch, and
-// errors that name the kernel.
+// Launches kernels: checks arguments on the host, finds limits of shared memory, sets the attributes of a launch, and
+// raises errors that name the kernel.
 #pragma once
 #include <cuda_runtime.h>
 

@@ -3,17 +3,19 @@
 //
 // map     The address of a rank's control block or pool. Every rank's memory is mapped into this process, so a peer is
 //         reached by ordinary addresses. common/views.h finds the words inside a control block.
-// store   Data into a peer's memory. A store says nothing about when the peer may read it.
-// signal  A word in a peer's memory that says that earlier stores have arrived. Signals carry the epoch or a growing
-//         count; nothing resets them.
-// wait    For a word in this rank's own memory that a peer signals. Every wait has a deadline (sync.cuh: Deadline).
+// store   Writes data into a peer's memory. A store does not tell the peer when it may read the data.
+// signal  Writes a word into a peer's memory to show that earlier stores have arrived. Signals carry the epoch or a
+//         growing count; nothing resets them.
+// wait    Waits for a word in this rank's own memory that a peer signals. Every wait has a deadline (sync.cuh:
+//         Deadline).
 //
 // Memory order. A signal has release order at system scope: it covers the stores of its own thread. To cover the stores
 // of other threads, join them first (__syncwarp, __syncthreads, or an acquire of what they released) and call fence().
 // After one fence(), several signals may be plain stores. A wait has acquire order at system scope. Join the warp or
-// CTA after it so that the other threads may read too, and fence the async proxy (ptx::fence_proxy_async) before bulk
-// loads of what the peer wrote.
-// Not here: host calls that reach peers, namely copies by copy engines and stream memory operations
+// CTA after it so that the other threads may also read. Fence the async proxy (ptx::fence_proxy_async) before bulk
+// loads of data that the peer wrote.
+//
+// Host calls that reach peers are not in this file: copies by copy engines, and stream memory operations
 // (cuda/collectives/all_gather.cu).
 #pragma once
 #include "cuda/core/sync.cuh"
@@ -31,12 +33,12 @@ __device__ __forceinline__ Address pool(const Comm& comm, Pool pool, int rank) {
 
 // --- store ---------------------------------------------------------------------------------------------------------
 
-// Relaxed: a word that carries its own epoch or flag, or a signal after fence().
+// Stores with relaxed order: a word that carries its own epoch or flag, or a signal after fence().
 __device__ __forceinline__ void store(uint64_t* to, uint64_t value) { ptx::st_relaxed_sys(to, value); }
 // Two words as one store, aligned to 16 bytes: the peer sees both or neither.
 __device__ __forceinline__ void store(void* to, uint64_t low, uint64_t high) { ptx::st_relaxed_sys(to, low, high); }
-// Bytes from shared memory, by the SM's copy engine; sizes and addresses are multiples of 16. The caller commits and
-// waits (ptx::bulk_commit, ptx::bulk_wait). Plain kernels store rows through the mapped address instead.
+// Stores bytes from shared memory with the SM's copy engine. Sizes and addresses are multiples of 16. The caller
+// commits and waits (ptx::bulk_commit, ptx::bulk_wait). Plain kernels store rows through the mapped address instead.
 __device__ __forceinline__ void store_bulk(char* to, const char* from_shared, uint32_t bytes) {
   ptx::bulk_store(to, from_shared, bytes);
 }

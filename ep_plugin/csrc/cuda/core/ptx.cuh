@@ -104,9 +104,9 @@ __device__ __forceinline__ uint32_t atom_add_acq_rel_gpu(uint32_t* to, uint32_t 
   asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], %2;" : "=r"(before) : "l"(to), "r"(value) : "memory");
   return before;
 }
-// For one lane of a warp. The thread waits for the result only where it uses it. If ptxas knew that the word is the
-// same for all lanes, it would add for all of them and distribute the results, which waits here. Adding threadIdx.y,
-// which is 0, hides that.
+// One lane of a warp calls it. The thread waits for the result only where it uses it. If ptxas knew that the word is
+// the same for all lanes, it would add once for all of them and distribute the results, and the thread would wait here.
+// Adding threadIdx.y, which is 0, hides that.
 __device__ __forceinline__ uint32_t atom_add_relaxed_gpu(uint32_t* to, uint32_t value) {
   uint32_t before;
   asm volatile("atom.add.relaxed.gpu.global.u32 %0, [%1], %2;"
@@ -156,8 +156,8 @@ __device__ __forceinline__ int32_t ld_acquire_cta(int32_t* shared_word) {
   return value;
 }
 
-// A barrier of some warps of a CTA, which all lanes of these warps call: whether `vote` is true for all of them.
-// Barrier 0 is that of __syncthreads.
+// A barrier of some warps of a CTA. All lanes of these warps call it. Returns whether `vote` is true for all of them.
+// __syncthreads uses barrier 0.
 __device__ __forceinline__ bool barrier_and(uint32_t barrier, uint32_t threads, bool vote) {
   uint32_t all;
   asm volatile(
@@ -232,9 +232,9 @@ __device__ __forceinline__ uint64_t globaltimer() {
 // griddepcontrol.wait: waits until the kernel ahead in the stream has ended and its writes are visible.
 // A kernel that was launched early must call it in at least one CTA. Otherwise the next kernel in the stream would not
 // wait for the kernel ahead of this one. Before the call, a kernel may read only three things: data from before the
-// chain, whose first kernel is not launched early; faults, which it reads again later; and what the kernel ahead has
-// signalled, State::positions_ready and State::counts_ready. (A send that is launched after the host has the totals
-// comes after both signals.)
+// chain, whose first kernel is not launched early; faults, which it reads again later; and data for which the kernel
+// ahead has signalled State::positions_ready or State::counts_ready. (A send that is launched after the host has the
+// totals comes after both signals.)
 __device__ __forceinline__ void wait_on_dependency() {
 #if EP_HAS_BULK
   asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -256,7 +256,8 @@ __device__ __forceinline__ void fence_proxy_async() {
   asm volatile("fence.proxy.async;" ::: "memory");
 #endif
 }
-// The same for shared memory alone, and cheaper. After it, bytes that this thread wrote there may be stored in bulk.
+// Does the same only for shared memory, and is cheaper. After it, bytes that this thread wrote there may be stored in
+// bulk.
 __device__ __forceinline__ void fence_proxy_async_shared() {
 #if EP_HAS_BULK
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");

@@ -13,7 +13,7 @@
 
 namespace ep::cuda {
 
-constexpr int kVectorsQuantized = 8;  // of a lane at a time
+constexpr int kVectorsQuantized = 8;  // vectors that a lane quantises at a time
 
 // Splits a vector of 16 bytes into magnitudes, and signs: the highest bit of each byte of a word.
 template <class Pair>
@@ -105,8 +105,8 @@ class QuantizedRow {
   }
 
  private:
-  static constexpr int kLanes = kScaleBlock / From::kPerVector;  // that share a scale block
-  static constexpr int kWords = From::kPerVector / 4;            // of 4 quantised elements, from one vector
+  static constexpr int kLanes = kScaleBlock / From::kPerVector;  // lanes that share a scale block
+  static constexpr int kWords = From::kPerVector / 4;            // words of 4 quantised elements, from one vector
   static constexpr int kStep = kVectorsQuantized * kWarp;
 
   __device__ __forceinline__ void load(int base) {

@@ -14,16 +14,16 @@ namespace ep::cuda {
 
 // How rows are cut into pieces, and how much shared memory the warps need. The host computes it for a launch.
 struct Cut {
-  int32_t bytes;        // of a row, with its head
-  int32_t warps;        // of a CTA, each with its own ring
-  int32_t pieces;       // of a row
-  int32_t piece_bytes;  // of each piece but the last; a multiple of 16
+  int32_t bytes;        // bytes of a row, with its head
+  int32_t warps;        // warps of a CTA, each with its own ring
+  int32_t pieces;       // pieces of a row
+  int32_t piece_bytes;  // bytes of each piece but the last; a multiple of 16
   int32_t stage_bytes;
-  int32_t stages;            // of a warp, whether a ring or the caller fills them
-  int32_t list_entries;      // of a warp's list, which the caller fills
+  int32_t stages;            // stages of a warp, whether a ring or the caller fills them
+  int32_t list_entries;      // entries of a warp's list, which the caller fills
   int32_t first_warp = 0;    // first warp of the CTA with this cut
   int64_t shared_begin = 0;  // where the warps' shared memory begins; a multiple of kSlotAlign
-  int32_t parts = 1;         // of a row, which warps take one by one: 1, or `pieces`
+  int32_t parts = 1;         // parts of a row, which warps take one by one: 1, or `pieces`
 
   EP_HD int units() const { return parts == 1 ? pieces : 1; }  // units of a part
   EP_HD int32_t piece_begin(int piece) const { return piece * piece_bytes; }

@@ -1,14 +1,13 @@
-// What all kernels share: threads and warps, entering and leaving a step, faults, and the deadline of a wait.
+// Functions that all kernels share: threads and warps, entering and leaving a step, faults, the deadline of a wait.
 //
 // Waits. Every wait uses a Deadline. It ends when the value arrives, when any thread of this rank has recorded a
 // fault, when a peer has written an abort to this rank's board, or at the deadline. A kernel that gives up signals
 // nothing to peers.
-// CTAs. The CTAs of one kernel never wait for each other. Each counts itself when its work is done. The last one does
-// what must follow the work of all: it signals consumed words and advances the epoch, or fills the outputs after a
-// fault.
+// CTAs. The CTAs of one kernel never wait for each other. Each counts itself when its work is done. The last CTA does
+// the work that must follow: it signals consumed words and advances the epoch, or fills the outputs after a fault.
 // Epochs. They live in State, not in kernel arguments, so that a replayed CUDA graph advances them. Every CTA reads its
 // epoch before it counts itself, and only the last CTA advances it. Notify is the exception: its CTA 0 advances the
-// epoch while the other CTAs may still compute positions, so these must not use Run::epoch. Low-latency kernels, which
+// epoch while the other CTAs may still compute positions, so they must not use Run::epoch. Low-latency kernels, which
 // are short, count CTAs as they enter (low_latency.cuh).
 #pragma once
 #include "common/views.h"
@@ -97,7 +96,7 @@ struct Deadline {
   WaitFor whom = kPeer;
   uint64_t since = 0;
 
-  // False when the wait must end; the fault is then recorded, and a timeout names `peer`.
+  // Returns false when the wait must end. Then the fault is recorded, and a timeout names `peer`.
   __device__ bool keep_waiting(const Run& run, int peer, int detail, uint64_t expected, uint64_t seen) {
     const Comm& comm = run.comm;
     const uint64_t now = ptx::globaltimer();

@@ -5,8 +5,8 @@
 // idle. 16-byte kinds: all lanes of a warp move pieces of 4 KiB. Chunks go round the pairs, and consecutive chunks are
 // on different SMs, so that all links are in use all the time.
 // Buffers. Shared memory has four stages of one chunk for each warp, then an mbarrier for each stage.
-// Memory order. A stage is stored when its mbarrier says that the load is complete, and loaded again when that store is
-// complete. A kernel ends when its stores are complete. The benchmark then joins the ranks before it checks.
+// Memory order. A stage is stored when its mbarrier shows that the load is complete, and loaded again when that store
+// is complete. A kernel ends when its stores are complete. The benchmark then joins the ranks before it checks.
 #include "common/wire.h"
 
 #include "cuda/core/launch.cuh"
@@ -18,7 +18,7 @@ namespace {
 
 constexpr int kBulkStages = 4;
 constexpr int kBulkAhead = 2;  // loads that run ahead of the stage that is stored
-constexpr int kMaxWarps = 16;  // of a CTA
+constexpr int kMaxWarps = 16;  // warps of a CTA
 constexpr int kVectors = 8;    // 16-byte accesses of a lane in one piece
 constexpr int kPiece = kVectors * kWarp * 16;
 constexpr uint64_t kGiveUpNs = 5'000'000'000;

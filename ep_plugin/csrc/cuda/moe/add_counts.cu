@@ -1,6 +1,6 @@
 // Load statistics: adds counts to sums, word by word.
 //
-// Roles. The threads of the grid share the words. One thread alone touches a word.
+// Roles. The threads of the grid share the words. Only one thread touches a word.
 // Memory order. The kernel touches this rank's memory only, and waits for nothing. Its stream orders additions to the
 // same sums.
 #include "cuda/core/launch.cuh"
@@ -11,7 +11,7 @@ namespace ep::cuda {
 
 namespace {
 
-constexpr int kThreads = 256;  // of a CTA
+constexpr int kThreads = 256;  // threads of a CTA
 constexpr int64_t kMaxCtas = 256;
 
 __global__ void __launch_bounds__(kThreads) ep_add_counts(const __grid_constant__ AddCountsArgs args) {

@@ -13,7 +13,7 @@ namespace ep::cuda {
 class ArrivedRows {
  public:
   // `meta.src_tokens` and `meta.recv_offset` must have been checked. `region`: slots of each source's region. `parts`:
-  // of a row, which next() finds one by one. `skips_own`: leave out this rank's rows for itself.
+  // parts of a row, which next() finds one by one. `skips_own`: leave out this rank's rows for itself.
   __device__ ArrivedRows(const Run& run, const Meta& meta, int32_t region, const Team& team, int parts, bool skips_own)
       : run_(run), meta_(meta), region_(region), team_(team), parts_(parts), skips_own_(skips_own) {
     int chunks = lane_id() < run.comm.num_ranks ? num_chunks(meta.src_tokens[lane_id()]) : 0;
@@ -109,8 +109,8 @@ class ArrivedRows {
   int32_t begin_ = 0, end_ = 0;
 };
 
-// All threads of the last CTA, when all chunks have been copied: whether nothing has failed and the chunks cover the
-// rows of every source, in order. Writes the ends of chunks to `recv_chunk_end` unless it is null.
+// All threads of the last CTA call it when all chunks have been copied. Returns whether nothing has failed and the
+// chunks cover the rows of every source, in order. Writes the ends of chunks to `recv_chunk_end` unless it is null.
 __device__ inline bool chunks_cover(const Run& run, const Meta& meta, int32_t* recv_chunk_end) {
   const Comm& comm = run.comm;
   bool ok = !faulted(comm);

@@ -2,10 +2,9 @@
 // two kernels, an SM of one half would wait for peers while the other half has work.
 //
 // Roles. In each CTA the first warps send, the next ones receive, and the last one signals chunks. A warp that has no
-// more rows to send receives, too. The roles are those of combine_send.cu and combine_recv.cu. The kernel is launched
-// cooperatively because its CTAs both send and wait for rows. All CTAs run at the same time, so a rank's rows leave
-// even if its receiving warps wait.
-// Buffers, memory order and outputs after a fault: as in combine_send.cu and combine_recv.cu.
+// more rows to send also receives. combine_send.cu and combine_recv.cu describe these roles, the buffers, the memory
+// order, and the outputs after a fault. The kernel is launched cooperatively because its CTAs both send and wait for
+// rows. All CTAs run at the same time, so a rank's rows leave even if its receiving warps wait.
 #include <algorithm>
 
 #include "cuda/moe/combine_recv.cuh"
@@ -17,7 +16,7 @@ namespace ep::cuda {
 namespace {
 
 constexpr int kReducers = kReduceWarps - 1;
-// More than sending's share of the work: rows arrive late, and these warps receive when they have sent theirs.
+// More warps than the sending part of the work needs: rows arrive late, and these warps receive after they have sent.
 constexpr int kSendWarps = 12;
 
 template <class Element, bool kBulk>

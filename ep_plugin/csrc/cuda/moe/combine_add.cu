@@ -13,10 +13,10 @@ namespace ep::cuda {
 
 namespace {
 
-constexpr int kWarps = 16;  // of a CTA
+constexpr int kWarps = 16;  // warps of a CTA
 constexpr int64_t kPieceBytes = kLaneVectors * kLanesBytes;
 
-// This lane's place for the token, or -1. The own node has none.
+// Returns this lane's place for the token, or -1. This rank's node has no place.
 __device__ int32_t place_of(const CombineAddArgs& args, int64_t token, int node) {
   if (node >= args.num_nodes || node == args.node) return -1;
   const int32_t place = at<const int32_t>(args.rail_rows)[token * args.num_nodes + node];

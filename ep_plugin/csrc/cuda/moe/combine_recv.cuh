@@ -99,7 +99,7 @@ class CombineRecvJob {
     return -1;
   }
 
-  // One lane per rank: whether the chunk has arrived from all ranks. kEnd after a fault.
+  // Each lane polls one rank. Returns whether the chunk has arrived from all ranks; kEnd after a fault.
   __device__ Next chunk_ready(int chunk, bool may_block) const {
     const int rank = lane_id();
     const bool waits = rank < run_.comm.num_ranks;
@@ -135,7 +135,7 @@ class CombineRecvJob {
   const CombineRecvArgs& args_;
   const Cut& cut_;
   const int32_t* const bases_;
-  const int64_t slots_;  // of the pool
+  const int64_t slots_;  // slots of the pool
   NextRow parts_;
   int32_t part_ = kNotRequested;  // the next to sum
   int32_t ready_end_ = 0;         // all tokens before this one have arrived, as far as this warp knows
@@ -145,8 +145,8 @@ __device__ __forceinline__ int64_t parts_to_receive(const CombineRecvArgs& args,
   return int64_t{args.routing.num_tokens} * cut.parts;
 }
 
-// All threads: whether the handle is sound, and the partial rows of every rank end within this rank's pool. Writes
-// `bases`, in shared memory: the slot where each rank's partial rows begin. Joins the CTA.
+// All threads call it. Returns whether the handle is sound and the partial rows of every rank end within this rank's
+// pool. Writes `bases`, in shared memory: the slot where each rank's partial rows begin. Joins the CTA.
 __device__ inline bool partials_fit(const Run& run, const CombineRecvArgs& args, int32_t* bases) {
   const Comm& comm = args.comm;
   const Meta meta = meta_of(comm, args.routing);
@@ -162,7 +162,7 @@ __device__ inline bool partials_fit(const Run& run, const CombineRecvArgs& args,
   return __syncthreads_and(ok) != 0;
 }
 
-// All threads of the last CTA, when all CTAs have finished.
+// All threads of the last CTA call it when all CTAs have finished.
 __device__ inline void finish_combine_recv(const Run& run, const CombineRecvArgs& args) {
   if (__syncthreads_or(faulted(args.comm))) {
     const int64_t tokens = args.routing.num_tokens;

@@ -5,8 +5,8 @@
 // with the next rank, so that no two ranks write to one owner at the same time. Expert rows come through shared memory
 // (bulk) or registers. Lanes store the sums, and after them the values that return to the owner. The last warp of each
 // CTA signals chunks (signals.cuh).
-// Latency. To find the next row, its terms, and their weights takes three loads that depend on each other: as long as
-// half a row. On the bulk path these loads run while rows are summed.
+// Latency. Finding the next row, its terms, and their weights takes three loads that depend on each other. They take as
+// long as half a row. On the bulk path these loads run while rows are summed.
 // Waits. A combine send waits only for consumed words, never for rows.
 // Buffers. A slot of the combine pool is [row | extra[K]], see PartialLayout.
 // Memory order. The lanes of a warp join after their stores and before the warp publishes its progress. signals.cuh

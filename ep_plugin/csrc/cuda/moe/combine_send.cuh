@@ -9,7 +9,8 @@
 namespace ep::cuda {
 
 // The order in which a combine sends its rows: chunk by chunk of the owners' tokens, and in each chunk all owners in
-// turn, starting with the next rank. Rows are numbered in this order. An item is one (chunk, owner). In shared memory.
+// turn, starting with the next rank. Rows are numbered in this order. An item is one (chunk, owner). It is in shared
+// memory.
 struct SendOrder {
   int32_t begin[kMaxChunks * kMaxRanks + 1];  // number of the item's first row
   int32_t slot[kMaxChunks * kMaxRanks];       // slot of the item's first row
@@ -64,7 +65,7 @@ struct PartialChunks {
   const Run& run;
   const Meta& meta;
   const SendOrder& order;
-  const int parts;  // of a row
+  const int parts;  // parts of a row
 
   __device__ int count() const { return order.chunks; }
   __device__ int32_t end(int chunk) const { return order.begin[(chunk + 1) * run.comm.num_ranks] * parts; }
@@ -164,8 +165,8 @@ class CombineSendJob {
     return from >= 0 && (from < args_.rows || refuse(k, from)) ? from : -1;
   }
 
-  // One term for each pair that came here. set_factors() stores the weights of the first pairs, whose loads are in
-  // flight until then.
+  // Lists one term for each pair that came here. set_factors() stores the weights of the first pairs. Their loads are
+  // in flight until then.
   __device__ int list_flat_terms(const Row& row, Term* terms) {
     const int K = args_.routing.topk;
     int count = 0;
@@ -186,7 +187,7 @@ class CombineSendJob {
     return count;
   }
 
-  // One term if any pair came here. All pairs that did name the same row.
+  // Lists one term if any pair came here. All such pairs name the same row.
   __device__ int list_token_term(const Row& row, Term* terms) {
     int32_t least = INT32_MAX, most = -1;
     for (int k = lane_id(); k - lane_id() < args_.routing.topk; k += kWarp) {
@@ -246,18 +247,18 @@ class CombineSendJob {
   const CombineSendArgs& args_;
   const PartialLayout lay_;
   const SendOrder& order_;
-  const int parts_;  // of a row
+  const int parts_;  // parts of a row
   RowQueue rows_;
   const bool flat_;
-  int item_ = 0;                    // of order_, to which the row found last belongs
-  Row next_{kUnknown, 0, nullptr};  // found last
+  int item_ = 0;                    // the item of order_ to which the row found last belongs
+  Row next_{kUnknown, 0, nullptr};  // the row found last
   int32_t from_ = -1;               // recv_row of this lane's pair of that row
   int term_ = -1;                   // index of this lane's pair among the terms
   float weight_ = 0.0f;
 };
 
-// All threads: whether the handle is sound, and (one thread per owner) the owner's rows on this rank end within its
-// combine pool and the handle's recv_rows.
+// All threads call it. Returns whether the handle is sound. Also checks, with one thread per owner, that the owner's
+// rows on this rank end within its combine pool and the handle's recv_rows.
 __device__ inline bool partials_fit(const Run& run, const CombineSendArgs& args, const Meta& meta) {
   const Comm& comm = args.comm;
   const int owner = static_cast<int>(threadIdx.x);

@@ -2,11 +2,11 @@
 // In two kernels, SMs would wait for peers or for the links while the other half has work. The output must exist before
 // the launch.
 //
-// Roles. In each CTA the first warps send, the next one signals chunks, and the others receive. The roles are those of
-// dispatch_send.cu and dispatch_recv.cu; each has its own part of the shared memory. On the bulk path, a rank's rows
-// for itself skip the pool: the sending warp stores them to their output rows. The kernel is launched cooperatively
-// because its CTAs both send and wait for rows. All CTAs run at the same time, so a rank's rows leave even if its
-// receiving warps wait. Buffers, memory order and outputs after a fault: as in dispatch_send.cu and dispatch_recv.cu.
+// Roles. In each CTA the first warps send, the next one signals chunks, and the others receive. dispatch_send.cu and
+// dispatch_recv.cu describe these roles, the buffers, the memory order, and the outputs after a fault. Each role has a
+// part of the shared memory. On the bulk path, a rank's rows for itself skip the pool: the sending warp stores them to
+// their output rows. The kernel is launched cooperatively because its CTAs both send and wait for rows. All CTAs run at
+// the same time, so a rank's rows leave even if its receiving warps wait.
 #include "cuda/moe/dispatch_recv.cuh"
 #include "cuda/moe/dispatch_send.cuh"
 #include "cuda/moe/kernels.h"
@@ -15,7 +15,7 @@ namespace ep::cuda {
 
 namespace {
 
-constexpr int kMaxWarps = 6;  // sending, and receiving
+constexpr int kMaxWarps = 6;  // sending warps, and as many receiving warps
 constexpr int kMaxThreads = (2 * kMaxWarps + 1) * kWarp;
 
 template <bool kBulk>

@@ -53,7 +53,7 @@ class RowWriter {
                         stage + skip, static_cast<uint32_t>(cut.piece_size(piece) - skip));
   }
 
-  // All lanes: the same for a whole row on the plain path. The slot is at `head`.
+  // All lanes: stores a whole row to its output rows on the plain path. The slot is at `head`.
   __device__ void copy_plain(int source, int32_t position, const char* head) {
     num_dests_ = list_rows(source, position, head, true);
     copy_row_plain(head + out_.lay.row, dests_, num_dests_, 0, out_.args.header.row_bytes);
@@ -125,7 +125,7 @@ class RowWriter {
     return 1;
   }
 
-  // A peer wrote the position, or it is a handle's word, so the sum may wrap. The caller checks it.
+  // The position comes from a peer or from a handle, so the sum may wrap. The caller checks it.
   static __device__ int32_t sum_of(int32_t base, int32_t position) {
     return static_cast<int32_t>(static_cast<uint32_t>(base) + static_cast<uint32_t>(position));
   }
@@ -201,7 +201,7 @@ class DispatchRecvJob {
   const Cut& cut_;
   ArrivedRows rows_;
   RowWriter writer_;
-  int32_t part_ = 0;  // found last: a slot, or a part of a slot
+  int32_t part_ = 0;  // the slot, or the part of a slot, found last
   int32_t kept_ = 0;  // parts in flight, one per lane
   uint32_t found_ = 0, stored_ = 0;
 };
@@ -263,8 +263,8 @@ __device__ inline void poison(const DispatchRecvArgs& args) {
   fill_bytes(args.overflow, 8, 0, first, step);
 }
 
-// All threads: whether all received rows fit in the pool and in the handle's recv_rows, and a handle that is reused is
-// sound. Every CTA finds the same result. One thread records the fault.
+// All threads call it. Returns whether all received rows fit in the pool and in the handle's recv_rows, and a reused
+// handle is sound. Every CTA finds the same result. One thread records the fault.
 __device__ inline bool slots_fit(const Run& run, const DispatchRecvArgs& args) {
   const Comm& comm = args.comm;
   const Meta meta = meta_of(comm, args.routing);
@@ -277,7 +277,7 @@ __device__ inline bool slots_fit(const Run& run, const DispatchRecvArgs& args) {
          (threadIdx.x == 0 && fail(args.comm, kTooSmall, run.step, args.comm.rank, 1, args.routing.slots, slots));
 }
 
-// All threads of the last CTA, when all CTAs have finished.
+// All threads of the last CTA call it when all CTAs have finished.
 __device__ inline void finish_dispatch_recv(const Run& run, const DispatchRecvArgs& args, const Meta& meta) {
   if (!chunks_cover(run, meta, args.fresh ? meta.recv_chunk_end : nullptr)) return poison(args);
   signal_consumed(run, kDispatchPool, static_cast<int>(threadIdx.x));

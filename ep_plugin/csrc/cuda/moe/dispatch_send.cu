@@ -40,7 +40,7 @@ __device__ __forceinline__ void send_all(const DispatchSendArgs& args, const Cut
   if (!__syncthreads_and(run.ok)) return;
   const Meta meta = meta_of(args.comm, args.routing);
   if (!__syncthreads_and(sends_fit(run, args, meta))) {
-    if (args.optimistic != 0 && warp_id() == 0) signal_started(run, kDispatchPool);  // the receive behind it exits too
+    if (args.optimistic != 0 && warp_id() == 0) signal_started(run, kDispatchPool);  // the next receive exits, too
     return;
   }
   progress.clear();

@@ -22,7 +22,7 @@ struct SentChunks {
   const DispatchSendArgs& args;
   const Meta& meta;
   const Chunks chunks;
-  const int parts;  // of a row
+  const int parts;  // parts of a row
   bool counts_known = false;
 
   __device__ SentChunks(const Run& run, const DispatchSendArgs& args, const Meta& meta, int parts)
@@ -34,7 +34,7 @@ struct SentChunks {
     if (!counts_known && args.header.op == kOpDispatch && lane_id() == 0)
       ok = peer::wait_at_least(run, &state_of(run.comm).counts_ready, run.epoch, run.comm.rank, kOwnKernel);
     counts_known = __all_sync(kAllLanes, ok) != 0;
-    __syncwarp();  // what lane 0 has acquired, any lane may read
+    __syncwarp();  // then any lane may read the data that lane 0 has acquired
     return counts_known && !pools_must_grow(run.comm, args.header, meta);
   }
 
@@ -47,8 +47,8 @@ struct SentChunks {
 };
 
 // The rows that one warp sends: a job of copy_rows() (copy.cuh) or make_rows() (quantize.cuh).
-// `Own` says how this rank's rows for itself travel on the bulk path: ThroughPool, or RowWriter (dispatch_recv.cuh),
-// which stores them to their output rows, from the stage from which peers' slots are stored.
+// `Own` handles this rank's rows for itself on the bulk path. It is ThroughPool, or RowWriter (dispatch_recv.cuh).
+// RowWriter stores them to their output rows, from the same stage as the slots of peers.
 template <class Own>
 class DispatchSendJob {
  public:
@@ -163,7 +163,7 @@ class DispatchSendJob {
     __syncwarp();
   }
 
-  // All lanes: the head of the slot, which is the same for every destination. It has all pairs of the token.
+  // All lanes: writes the head of the slot, which is the same for every destination. It has all pairs of the token.
   __device__ void write_head(char* to) const {
     const int K = args_.routing.topk;
     int32_t* ids = reinterpret_cast<int32_t*>(to + lay_.ids);
@@ -185,7 +185,7 @@ class DispatchSendJob {
   const Cut& cut_;
   const SlotLayout lay_;
   const int32_t region_;      // slots of this rank's region, in any pool
-  const int32_t first_slot_;  // of that region
+  const int32_t first_slot_;  // first slot of that region
   uint64_t* const lists_;     // a list of destinations for each row in flight
   RowQueue tokens_;
   int32_t token_ = 0, part_ = 0;
@@ -193,8 +193,9 @@ class DispatchSendJob {
   Own own_;
 };
 
-// All threads: whether a handle that is reused is sound, and (one thread per destination) this rank's rows fit in its
-// region there. If they do not, an optimistic send exits, and any other send records a fault.
+// All threads call it. Returns whether a reused handle is sound. Also checks, with one thread per destination, that
+// this rank's rows fit in its region there. If they do not, an optimistic send exits, and any other send records a
+// fault.
 __device__ inline bool sends_fit(const Run& run, const DispatchSendArgs& args, const Meta& meta) {
   if (args.header.op == kOpCachedDispatch &&
       !check_handle(run, sent_items(run.comm), [&](int item) { return sent_is_sound(args.routing, meta, item); }))

@@ -5,8 +5,8 @@
 
 namespace ep::cuda {
 
-// All threads of a CTA check items [0, count) of the routing with `is_sound(item)`. False in threads that found one
-// that is not sound, with the fault recorded; the caller joins the CTA.
+// All threads of a CTA check items [0, count) of the routing with `is_sound(item)`. A thread that finds an item that is
+// not sound records the fault and returns false. The caller joins the CTA.
 template <class Check>
 __device__ __forceinline__ bool check_handle(const Run& run, int count, Check is_sound) {
   for (int item = static_cast<int>(threadIdx.x); item < count; item += static_cast<int>(blockDim.x))

@@ -12,15 +12,14 @@
 //   Receive  Warps wait for the flags of a token's holders, one lane each, and add a piece of the partial rows in the
 //            order of the ranks, then the bias.
 //
-// Few pairs. For an owner with few pairs, ll_combine_few.cuh takes the place of weights, lists, sums, flags and
-// receive.
+// Few pairs. For an owner with few pairs, ll_combine_few.cuh replaces all of these steps except the header.
 //
 // Buffers. Words, flags and slots are in the block of the rank that reads them. Shared memory has the lists of a batch.
 //
 // Memory order. See low_latency.cuh.
 //
-// Co-residency. The send half sends weights and waits for those of peers, so the kernel is launched cooperatively,
-// unless it only receives.
+// Co-residency. The send half sends weights and waits for the weights of peers. So the kernel is launched
+// cooperatively, unless it only receives.
 //
 // After a fault. Nothing is signalled. The output is filled with 0xFF bytes.
 #include "cuda/moe/kernels.h"
@@ -60,14 +59,14 @@ __device__ bool receive(const LlRun& ll, const LlCombineArgs& args) {
   return LlOwner<Element>(ll, args).run();
 }
 
-// As for dispatch, profilers show one kernel for both halves, with "::combine" in its name.
+// Profilers show one kernel for both halves, with "::combine" in its name (see ll_dispatch.cu).
 namespace combine {
 
 template <class Element, bool kAlwaysFew>
 __global__ void __launch_bounds__(kMaxThreads, 1)
     ep_ll_combine(const __grid_constant__ LlCombineArgs args, const __grid_constant__ LlLayout lay) {
   __shared__ uint32_t masked;
-  __shared__ int32_t written;  // by worker warps and batches
+  __shared__ int32_t written;  // counts the batches that worker warps have written
   const bool sends = (args.op.phases & kLlSend) != 0, receives = (args.op.phases & kLlReceive) != 0;
   if (threadIdx.x == 0) written = 0;
   LlRun ll = ll_half(args.op, lay, kLlCombine, sends ? kLlSend : kLlReceive, ll_epoch(args.op, kLlCombine), 0);

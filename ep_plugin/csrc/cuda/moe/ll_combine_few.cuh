@@ -5,7 +5,7 @@
 
 namespace ep::cuda {
 
-constexpr int kRowsAtOnce = 8;  // whose loads are in flight together
+constexpr int kRowsAtOnce = 8;  // rows whose loads are in flight together
 
 // --- As a holder ---------------------------------------------------------------------------------------------------
 
@@ -33,7 +33,7 @@ __device__ inline bool send_pairs(const LlRun& ll, const LlCombineArgs& args) {
     const int owner = (comm.rank + 1 + item % R) % R, token = item / R;
     if (token >= few_tokens(owner)) continue;
     const int32_t* rows = plan.rows + (int64_t{owner} * header.max_tokens + token) * K;
-    int task = share * num_workers() + warp_id(), begin = 0;  // tasks [begin, begin + pieces) are of one row
+    int task = share * num_workers() + warp_id(), begin = 0;  // tasks [begin, begin + pieces) belong to one row
 #pragma unroll 1
     for (int base = 0; base < K; base += kWarp) {
       const int32_t held = base + lane_id() < K ? rows[base + lane_id()] : -1;
@@ -90,7 +90,7 @@ class LlFewOwner {
   }
 
  private:
-  // All lanes: one word of the sum of a token's rows that are named, in the order of k. A masked holder adds nothing.
+  // All lanes: sums one word of a token's rows that are named, in the order of k. A masked holder adds nothing.
   __device__ __forceinline__ bool add(int token, int word, bool in) const {
     const int K = header_.topk, per_rank = local_experts(ll_.op.comm), row_units = header_.row_bytes / 4;
     const int per_row = static_cast<int>(ll_.lay.words_per_row);

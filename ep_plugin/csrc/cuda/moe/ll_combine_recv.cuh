@@ -42,14 +42,14 @@ class LlOwner {
   }
   __device__ char* out(int token) const { return at<char>(args_.out, int64_t{token} * header_.row_bytes); }
 
-  // All lanes: waits for the flags of the holders, one lane each, and drops those that are masked. False after a fault.
+  // All lanes: waits for the flags of the holders, one lane each, and drops masked holders. False after a fault.
   __device__ __forceinline__ bool wait_holders(int token, uint32_t* ranks) const {
     const int group = token / ll_group_tokens(header_.num_tokens), rank = lane_id();
     Found found = Found::kThere;
     if ((*ranks >> rank & 1u) != 0)
       found = ll_wait_at_least(ll_, rank, ll_.own().flag(ll_.kind, ll_.parity, rank, group), ll_.run.epoch);
     *ranks &= __ballot_sync(kAllLanes, found == Found::kThere);
-    __syncwarp();  // what one lane has acquired, all may read
+    __syncwarp();  // then all lanes may read the data that one lane has acquired
     return __all_sync(kAllLanes, found != Found::kGaveUp) != 0;
   }
 

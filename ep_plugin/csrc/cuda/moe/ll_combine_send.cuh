@@ -93,7 +93,7 @@ struct OwnedTokens {
     return ll_has_few_pairs(ll.op, tokens) ? 0 : tokens;
   }
   __device__ Batches batches() const {
-    int groups = 0, per_group = 1;  // 129 tokens are fewer groups than 128
+    int groups = 0, per_group = 1;  // 129 tokens make fewer groups than 128 tokens do
 #pragma unroll 1
     for (int owner = 0; owner < ll.op.comm.num_ranks; ++owner) {
       groups = max(groups, ll_groups(tokens_of(owner)));
@@ -113,7 +113,7 @@ struct OwnedTokens {
   __device__ const int32_t* rows_of(int owner, int token) const {
     return plan.rows + (int64_t{owner} * ll.op.header.max_tokens + token) * ll.op.header.topk;
   }
-  // One thread: whether the dispatch brought the token here.
+  // One thread: returns whether the dispatch brought the token here.
   __device__ bool holds(int owner, int token) const {
     const int32_t* rows = rows_of(owner, token);
 #pragma unroll 1
@@ -134,7 +134,7 @@ class LlHolder {
   // warp that has met a fault.
   __device__ bool open() { return warp_id() != num_workers() - 1 || open_all(); }
 
-  // Calls open(), too. False after a fault.
+  // Sends the partial rows of all batches. Also calls open(). False after a fault.
   __device__ bool run(int32_t* written) {
     const Batches batches = owned_.batches();
     const int pieces = (header_.row_bytes / 16 + kWarp - 1) / kWarp;

@@ -7,7 +7,7 @@
 //            loads its part of x once, quantises it in registers, and stores it to every rank that needs the row.
 //   Flags    The signalling warp fences once for the CTA's groups, then stores their flags.
 //   Places   Every CTA waits for the ids of all sources, and computes the rows of its share of their tokens by itself.
-//            Some CTAs write the tables of counts, too. In a small dispatch every warp places its own token, or writes
+//            Some CTAs also write the tables of counts. In a small dispatch every warp places its own token, or writes
 //            tables (ll_dispatch_small.cuh).
 //   Copies   Warps wait for the flag of a token's group, load a piece of its slot once, and store it to all its rows.
 //
@@ -17,7 +17,7 @@
 // Memory order. See low_latency.cuh.
 //
 // Co-residency. With both halves, the kernel sends and waits for rows, so it is launched cooperatively. The send half
-// alone waits only for what earlier kernels of peers signal; the receive half alone sends nothing that others wait for
+// alone waits only for signals of earlier kernels of peers. The receive half alone sends nothing that others wait for
 // before it ends.
 //
 // After a fault. Nothing is signalled. The tables of counts are zeros.
@@ -60,7 +60,7 @@ __device__ bool receive(const LlRun& ll, const LlDispatchArgs& args) {
   return ok;
 }
 
-// All threads of a CTA: after a fault the tables are zeros.
+// All threads of a CTA: sets the tables to zeros after a fault.
 __device__ void clear_tables(const LlDispatchArgs& args) {
   const Comm& comm = args.op.comm;
   const int R = comm.num_ranks, per_rank = local_experts(comm);
@@ -84,7 +84,7 @@ template <class From, bool kAlwaysSmall>
 __global__ void __launch_bounds__(kMaxThreads, 1)
     ep_ll_dispatch(const __grid_constant__ LlDispatchArgs args, const __grid_constant__ LlLayout lay) {
   __shared__ uint32_t masked;
-  __shared__ int32_t written;  // by worker warps and batches
+  __shared__ int32_t written;  // counts the batches that worker warps have written
   const bool sends = (args.op.phases & kLlSend) != 0, receives = (args.op.phases & kLlReceive) != 0;
   if (threadIdx.x == 0) written = 0;
   LlRun ll = ll_half(args.op, lay, kLlDispatch, sends ? kLlSend : kLlReceive, ll_epoch(args.op, kLlDispatch), 0);

@@ -3,8 +3,8 @@
 // Places. All tokens of all sources form one list, in the order of (source, token). Each CTA receives an equal share of
 // it, which is contiguous. A pair's row in its expert's block is the number of earlier pairs of that expert in the
 // list. So a CTA counts the pairs before its share, from the ids of all sources, and numbers its own pairs in order.
-// It waits for no other CTA. A CTA that writes the tables of a source counts that source's pairs and those of earlier
-// sources, too.
+// It waits for no other CTA. A CTA that writes the tables of a source also counts the pairs of that source and of
+// earlier sources.
 #pragma once
 #include "cuda/moe/ll_rows.cuh"
 #include "cuda/moe/ll_sources.cuh"
@@ -12,7 +12,8 @@
 
 namespace ep::cuda {
 
-// Workers of a CTA call all functions. Those that return bool return the same for all workers: false after a fault.
+// Workers of a CTA call all functions. A function that returns bool returns the same to all workers: false after a
+// fault.
 class LlReceiver : public LlSources {
  public:
   using LlSources::LlSources;
@@ -46,7 +47,7 @@ class LlReceiver : public LlSources {
   // --- Sources
 
   __device__ int pairs_of_source(int source) const { return placed_.tokens[source] * header_.topk; }
-  __device__ int per_pass() const { return max(1, kPassPairs / header_.topk); }  // tokens
+  __device__ int per_pass() const { return max(1, kPassPairs / header_.topk); }  // tokens of a pass
 
   __device__ void list_sources() {
     if (threadIdx.x == 0) {
@@ -65,9 +66,9 @@ class LlReceiver : public LlSources {
     }
   }
 
-  // With shrink, CTAs may see a source differently: its words arrive while its deadline passes. The first CTA decides
-  // for all. True if this CTA must count again: a source is there that it took for lost, or it has counted, perhaps in
-  // part, one that is lost.
+  // With shrink, CTAs may see a source differently: its words arrive while its deadline passes. The first CTA to
+  // decide does so for all. Returns true if this CTA must count again. Then it took a source for lost that is there, or
+  // it has counted a lost source, perhaps in part.
   __device__ bool settle() {
     if (ll_.op.shrink == 0) return false;
     bool changed = false;
@@ -103,8 +104,9 @@ class LlReceiver : public LlSources {
 
   // --- Counts
 
-  // Waits for the ids of all sources, and counts their pairs by local expert: those before this CTA's share, those of
-  // the sources before `table`, and those of `table`; -1: neither. Finds the experts of the first pass, too.
+  // Waits for the ids of all sources. Counts three sets of their pairs by local expert: the pairs before this CTA's
+  // share, the pairs of sources before `table`, and the pairs of `table`. With `table` -1 it counts only the first set.
+  // Also finds the experts of the first pass.
   __device__ bool count_pairs(int table) {
 #pragma unroll 1
     for (int e = threadIdx.x; e < 3 * per_rank_; e += worker_threads()) pairs_of_[e] = 0;
@@ -129,7 +131,7 @@ class LlReceiver : public LlSources {
     if (found != Found::kThere) return found == Found::kMasked;
     if (!check_ids(data, source)) return false;
     const int share = placed_.share[0], left = pairs - first, before = placed_.before[source] - first;
-    const int place = (placed_.begin[source] - share) * header_.topk + first;  // of the first pair in the first pass
+    const int place = (placed_.begin[source] - share) * header_.topk + first;  // the first pair's place in the pass
     const int end = min(per_pass(), placed_.share[1] - share) * header_.topk;
 #pragma unroll
     for (int i = 0; i < kLlIdsPerWord; ++i) {

@@ -9,7 +9,8 @@ namespace ep::cuda {
 
 // --- Words: header and ids -----------------------------------------------------------------------------------------
 
-// Word `word` of this rank's ids; -1 where it has no pair. With `copy`, also writes the handle's copy of them.
+// Returns word `word` of this rank's ids; -1 in the place of a pair that does not exist. With `copy`, also writes the
+// handle's copy of the ids.
 __device__ inline LlData ids_word(const LlRun& ll, const LlDispatchArgs& args, int word, bool copy) {
   const int pairs = ll.op.header.num_tokens * ll.op.header.topk, first = word * kLlIdsPerWord;
   int64_t ids[kLlIdsPerWord];  // loaded together
@@ -52,7 +53,7 @@ __device__ inline void send_ids(const LlRun& ll, const LlDispatchArgs& args) {
 // In place of an element type: rows travel as they are.
 struct AsTheyAre {};
 
-constexpr int kUnitBytes = 16;                           // of an image
+constexpr int kUnitBytes = 16;                           // bytes of a unit of an image
 constexpr int kUnitsOfBlock = kScaleBlock / kUnitBytes;  // lanes that share a scale block
 
 // The elements of one unit of a quantised image.
@@ -68,7 +69,7 @@ struct Elements {
     for (int v = 0; v < kVectors; ++v) vectors[v] = in ? ptx::ld_coherent(from + v) : make_int4(0, 0, 0, 0);
   }
 
-  // All lanes: the scale of the block, which kUnitsOfBlock lanes share.
+  // All lanes: returns the scale of the block, which kUnitsOfBlock lanes share.
   __device__ __forceinline__ float scale(bool pow2) const {
     float most = 0.0f;
 #pragma unroll
@@ -109,8 +110,8 @@ struct Elements {
 struct Images {
   const LlRun& ll;
   uint32_t ranks;
-  int first;       // the rank that is stored to first
-  int64_t offset;  // of the slot in a block
+  int first;       // the rank whose slot is stored first
+  int64_t offset;  // the slot's offset in a block
 
   // Calls store(image) for each of them.
   template <class Store>
@@ -204,7 +205,7 @@ __device__ inline void signal_rows(const LlRun& ll, const LlDispatchArgs& args, 
   const Batches batches = sent_batches(ll.op.header);
 #pragma unroll 1
   for (int batch = 0; batch < batches.count(); ++batch) {
-    uint32_t ranks = 0;  // in lane i: those of the batch's i-th group
+    uint32_t ranks = 0;  // in lane i: the ranks of the batch's i-th group
 #pragma unroll 1
     for (int i = 0; i < batches.per_batch; ++i) {
       const int item = batches.item(batch, i), end = min(T, (item + 1) * batches.per_item);

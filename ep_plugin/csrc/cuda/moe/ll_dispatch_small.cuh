@@ -75,7 +75,7 @@ class LlSmallReceiver : public LlSources {
     return __all_sync(kAllLanes, ok) != 0;
   }
 
-  // All lanes: a piece of the token at `listed` of the list of all tokens.
+  // All lanes: copies a piece of the token at place `listed` of the list of all tokens.
   __device__ __forceinline__ bool copy(const LlRowWriter& writer, int listed, int piece) const {
     int source = 0, token = listed;
 #pragma unroll 1
@@ -86,8 +86,8 @@ class LlSmallReceiver : public LlSources {
            writer.copy(source, placed_.tokens[source], token, piece, [=](int) { return row; });
   }
 
-  // In lane k: the row of the token's pair k, -1: none. With `writes`, also writes the plan's rows and src_info. The
-  // lanes k, k + width, ... share the count for pair k.
+  // Returns, in lane k, the row of the token's pair k; -1: none. With `writes`, also writes the plan's rows and
+  // src_info. The lanes k, k + width, ... share the count for pair k.
   __device__ __forceinline__ int place(int source, int token, bool writes, bool* ok) const {
     const int K = header_.topk, first = token * K;
     int width = 1, shift = 0;
@@ -114,8 +114,8 @@ class LlSmallReceiver : public LlSources {
     return row;
   }
 
-  // The pairs of a source before `end` that have this expert. They are taken eight at a time; this counts those of the
-  // eights part, part + parts, ...
+  // Counts the pairs of a source before `end` that have this expert. Pairs are taken in groups of eight. This function
+  // counts in the groups part, part + parts, ...
   __device__ __forceinline__ int equal_pairs(int source, int end, int expert, int part, int parts) const {
     constexpr int kPairs = 8;
     int equal = 0;

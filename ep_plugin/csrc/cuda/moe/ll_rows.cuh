@@ -1,5 +1,5 @@
-// The rows that low-latency dispatch writes: a warp copies a piece of a token's image, when it has arrived, to all of
-// the token's rows on this rank. ll_dispatch.cu describes roles and memory order.
+// Writes the rows of low-latency dispatch: when a token's image has arrived, a warp copies a piece of it to all rows of
+// the token on this rank. ll_dispatch.cu describes roles and memory order.
 #pragma once
 #include "cuda/moe/ll_words.cuh"
 
@@ -15,7 +15,7 @@ class LlRowWriter {
     row_pieces_ = static_cast<int>(ceil_div(header_.row_bytes, kRowVectors * kWarp * 16));
   }
 
-  // Pieces of an image. The scales are a piece of their own.
+  // The number of pieces of an image. The scales are a piece of their own.
   __device__ int pieces() const { return row_pieces_ + (header_.scale_bytes != 0 ? 1 : 0); }
 
   // Waits for the image of a token of a source with `tokens` tokens. False after a fault.

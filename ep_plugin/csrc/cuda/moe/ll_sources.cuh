@@ -1,5 +1,5 @@
-// What both ways to receive a low-latency dispatch share: the headers and first ids of all sources, and the tables of
-// counts. ll_dispatch.cu describes roles and memory order.
+// The common part of both ways to receive a low-latency dispatch: the headers and first ids of all sources, and the
+// tables of counts. ll_dispatch.cu describes roles and memory order.
 #pragma once
 #include "cuda/moe/ll_words.cuh"
 
@@ -8,7 +8,7 @@ namespace ep::cuda {
 constexpr int kPassPairs = 512;  // pairs that a CTA places at a time, in a dispatch that is not small
 constexpr int kEarlyPairs = kLlEarlyWords * kLlIdsPerWord;
 
-// What a CTA knows of the sources, and the pairs of one pass. In shared memory.
+// The facts that a CTA knows about the sources, and the pairs of one pass. They are in shared memory.
 struct Placed {
   int32_t tokens[kMaxRanks];                            // T of each source; 0: it is masked
   int32_t lost[kMaxRanks];                              // 1: a wait for its words ended with a mask
@@ -21,7 +21,8 @@ struct Placed {
   int32_t rows[kPassPairs];                   // row of each pair, -1: none
 };
 
-// Workers of a CTA call all functions. Those that return bool return the same for all workers: false after a fault.
+// Workers of a CTA call all functions. A function that returns bool returns the same to all workers: false after a
+// fault.
 class LlSources {
  public:
   // counts: [3][E_l], in shared memory.
@@ -69,15 +70,15 @@ class LlSources {
     return id >= 0 && local >= 0 && local < per_rank_ ? local : -1;
   }
   __device__ bool check_ids(const LlData& data, int source) const {
-    int worst = 0;  // an id that is none
+    int worst = 0;  // an invalid id
 #pragma unroll
     for (int i = 0; i < kLlIdsPerWord; ++i)
       if (const int id = id_in(data, i); id < -1 || id >= ll_.op.comm.num_experts) worst = id;
     return worst == 0 || ll_fail(ll_, kBadData, source, 0, ll_.op.comm.num_experts, worst);
   }
 
-  // One thread: writes what the tables say of an expert and a source. earlier: pairs of earlier sources. rows: pairs of
-  // this one.
+  // One thread: writes the entries of the tables for an expert and a source. earlier: pairs of earlier sources. rows:
+  // pairs of this source.
   __device__ __forceinline__ bool write_tables(int e, int s, int32_t earlier, int32_t rows) const {
     plan_.layout_range[e * ranks_ + s] = static_cast<int64_t>(earlier) << 32 | rows;
     if (e == 0) plan_.src_tokens[s] = placed_.tokens[s];

@@ -9,7 +9,7 @@
 
 namespace ep::cuda {
 
-constexpr int kTermsAtOnce = 4;             // whose loads are in flight together
+constexpr int kTermsAtOnce = 4;             // terms whose loads are in flight together
 constexpr int kGroupLanes = 16;             // lanes that share a group of logfmt; each has 8 elements
 constexpr int kGroupBytes = 256;            // a group's place in a slot
 constexpr int kCodeBytes = kLlLogfmtGroup;  // the lower 8 bits of a group's codes
@@ -93,7 +93,7 @@ __device__ inline void store_coded(char* slot, int64_t hidden, int unit, bool in
   reinterpret_cast<uint16_t*>(group + kCodeBytes)[lane] = static_cast<uint16_t>(high);
 }
 
-// Adds vector `unit` of such a slot to the sums.
+// Adds vector `unit` of a slot that store_coded() has written to the sums.
 __device__ inline void add_coded(const char* slot, int64_t hidden, int unit, LaneSum<BFloat16>& sum) {
   const int lane = unit % kGroupLanes;
   const char* group = group_in(const_cast<char*>(slot), unit);

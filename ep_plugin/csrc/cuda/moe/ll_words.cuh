@@ -1,4 +1,4 @@
-// Words in the blocks of ranks, and what travels in them: headers, and ids as the caller gave them.
+// Words in the blocks of ranks, and the data that travels in them: headers, and ids as the caller gave them.
 // common/low_latency.h has their layout.
 #pragma once
 #include <cstddef>
@@ -28,7 +28,7 @@ __device__ __forceinline__ uint32_t ll_load(const LlWord* from, LlData* data) {
   return static_cast<uint32_t>(high >> 32);
 }
 
-// Loads kWords words that follow each other; their loads are in flight together. Whether all have this operation's tag.
+// Loads kWords consecutive words; their loads are in flight together. Returns whether all have this operation's tag.
 template <int kWords>
 __device__ __forceinline__ bool ll_load_words(const LlRun& ll, const LlWord* from, LlData* data, uint64_t* seen) {
   uint32_t tags[kWords];
@@ -40,7 +40,7 @@ __device__ __forceinline__ bool ll_load_words(const LlRun& ll, const LlWord* fro
     if (tags[i] != ll.tag()) there = false, *seen = tags[i];
   return there;
 }
-// One thread: waits for such words. polls: before it looks for faults and at its deadline.
+// One thread: waits for such words. polls: polls before it looks for faults and at its deadline.
 template <int kWords>
 __device__ __forceinline__ Found ll_wait_words(const LlRun& ll, int peer, const LlWord* from, LlData* data,
                                                int polls = 1) {
@@ -105,7 +105,7 @@ static __device__ EP_NOINLINE Found ll_open(const LlRun ll, int peer, const LlWo
   return ok ? Found::kThere : Found::kGaveUp;
 }
 
-// An id as the caller gave it. What is no expert is recorded, and counts as dropped.
+// Loads an id as the caller gave it. An id that is no expert is recorded, and counts as dropped.
 __device__ __forceinline__ int64_t ll_load_id(Address ids, int id_bytes, int pair) {
   return id_bytes == 8 ? at<const int64_t>(ids)[pair] : at<const int32_t>(ids)[pair];
 }
@@ -117,7 +117,7 @@ __device__ __forceinline__ int ll_checked_id(const LlRun& ll, int64_t id, int pa
 __device__ inline int ll_id(const LlRun& ll, Address ids, int id_bytes, int pair) {
   return ll_checked_id(ll, ll_load_id(ids, id_bytes, pair), pair);
 }
-// All lanes: bit r: rank r has one of the token's experts and is not masked.
+// All lanes: returns a word of bits. Bit r: rank r has one of the token's experts and is not masked.
 __device__ inline uint32_t ll_ranks_of(const LlRun& ll, Address ids, int id_bytes, int token) {
   const int K = ll.op.header.topk;
   const unsigned per_rank = static_cast<unsigned>(local_experts(ll.op.comm));

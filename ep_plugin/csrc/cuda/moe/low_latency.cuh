@@ -1,5 +1,5 @@
-// What both low-latency kernels share: roles, waits that a mask ends, batches of flags, and the end of an operation.
-// common/low_latency.h has the layout and the protocol; ll_dispatch.cu and ll_combine.cu are the kernels.
+// The common part of both low-latency kernels: roles, waits that a mask ends, batches of flags, and the end of an
+// operation. common/low_latency.h has the layout and the protocol; ll_dispatch.cu and ll_combine.cu are the kernels.
 //
 // Roles. In each CTA the last warp signals, and the others are workers. Workers wait for each other at a barrier of
 // their own, so the signalling warp can stall in a fence while workers go on to receive. Workers send tokens in
@@ -13,15 +13,16 @@
 // signalling warp acquires them, fences at system scope, and stores the flags. A reader acquires a flag at system scope
 // in one lane and joins its warp before the warp loads the rows. No bulk copies are used, so no proxy is fenced.
 //
-// CTAs. Each CTA counts itself when it has entered. The last one to enter advances the epoch, which all have read then.
-// Only some kernels also count CTAs that finish (ll_counts_ctas).
+// CTAs. Each CTA counts itself when it has entered. All CTAs have read the epoch when the last one enters, so that CTA
+// advances it. Only some kernels also count CTAs that finish (ll_counts_ctas).
 //
-// Masks. Each CTA reads the masks once, when it enters. Only with `shrink` do they change in a kernel: a wait sets one
-// at its deadline, and headers bring those of peers. Then waits that last read them, too.
+// Masks. Each CTA reads the masks once, when it enters. With `shrink`, masks can change while a kernel runs: a wait
+// sets a mask at its deadline, and headers carry the masks of peers. So with `shrink`, a wait that takes long reads the
+// masks again.
 //
-// Instructions. A kernel runs most of its instructions once or twice, and fetches them from memory. So fewer of them
-// take less time, and so does code that lies in the order in which it runs. Calls whose bounds allow few tokens have
-// kernels of their own, without the code for many.
+// Instructions. A kernel runs most of its instructions once or twice, and fetches them from memory. So it is faster
+// with fewer instructions, and with code that lies in the order in which it runs. Calls whose bounds allow few tokens
+// have kernels of their own, without the code for many tokens.
 //
 // Waits. The signalling warp waits for its own workers without a deadline, because all their waits have one. A fault
 // ends it.
@@ -34,7 +35,7 @@
 namespace ep::cuda {
 
 constexpr int kLlLeastWorkers = 3;
-constexpr int kLlPolls = 16;  // of a wait for few words, before it looks for faults and at its deadline
+constexpr int kLlPolls = 16;  // a wait for few words polls this often before it looks for faults and at its deadline
 
 // --- Roles ---------------------------------------------------------------------------------------------------------
 
@@ -42,7 +43,7 @@ __device__ __forceinline__ int num_workers() { return static_cast<int>(blockDim.
 __device__ __forceinline__ int worker_threads() { return static_cast<int>(blockDim.x) - kWarp; }
 // All workers wait for each other. True if `ok` is true in all of their threads.
 __device__ __forceinline__ bool join_workers(bool ok = true) {
-  __syncwarp();  // lanes may leave a wait apart, and the barrier takes whole warps
+  __syncwarp();  // lanes may leave a wait at different times, and the barrier takes whole warps
   return ptx::barrier_and(1, static_cast<uint32_t>(worker_threads()), ok);
 }
 
@@ -64,7 +65,7 @@ struct LlRun {
   __device__ bool is_masked(int rank) const { return (masked >> rank & 1u) != 0; }
   __device__ uint32_t tag() const { return static_cast<uint32_t>(run.epoch); }
   __device__ bool receives() const { return run.step == kLlDispatchRecv || run.step == kLlCombineRecv; }
-  // The polls of a wait for few words. They are not counted as time that was waited.
+  // The polls of a wait for few words. Their time does not count as waited.
   __device__ int polls() const { return op.wait_cost != 0 ? 1 : kLlPolls; }
 };
 
@@ -79,7 +80,7 @@ __device__ inline LlRun ll_half(const LlOperation& op, const LlLayout& lay, LlKi
 
 enum class Found { kThere, kMasked, kGaveUp };
 
-// Says to the peers whether this rank waits for another one.
+// Signals to the peers whether this rank waits for another one.
 __device__ inline void ll_announce_wait(const LlRun& ll, bool waits) {
   uint64_t* count = &ll.state().waits;
   const uint64_t before = ptx::ld_relaxed_gpu(count);
@@ -111,7 +112,7 @@ struct MaskDeadline {
   }
 };
 
-// One poll of a wait: for `words` words that follow each other and carry the tag `value`, or, with words 0, for a
+// One poll of a wait. It looks for `words` consecutive words that carry the tag `value`. With words = 0 it looks for a
 // number that is at least `value`, with acquire order.
 struct Awaited {
   const void* at;
@@ -131,8 +132,8 @@ struct Awaited {
   }
 };
 
-// What runs only where a wait lasts, or after a fault, is out of line: kernels that are not in a cache are fetched from
-// memory as they run, so every launch would pay for it.
+// Code that runs only if a wait takes long, or after a fault, is out of line. Kernels that are not in a cache are
+// fetched from memory as they run, so every launch would pay for that code.
 static __device__ EP_NOINLINE bool ll_fail_in(const Comm& comm, Step step, FaultCode code, int peer, int field,
                                               int64_t expected, int64_t seen) {
   return fail(comm, code, step, peer, field, expected, seen);
@@ -162,7 +163,7 @@ static __device__ EP_NOINLINE Found ll_wait_longer(const LlRun ll, int peer, con
   return found;
 }
 
-// One thread, for a word of this rank's block that grows: a flag or a consumed word. With acquire order.
+// One thread: waits for a growing word of this rank's block, a flag or a consumed word. It has acquire order.
 __device__ inline Found ll_wait_at_least(const LlRun& ll, int peer, const uint64_t* word, uint64_t value) {
   if (ll.is_masked(peer)) return Found::kMasked;
   uint64_t seen = 0;
@@ -180,8 +181,8 @@ __device__ inline Found ll_wait_rows(const LlRun& ll, int peer, int group) {
 
 // --- Entering ------------------------------------------------------------------------------------------------------
 
-// All threads: enters the kernel. With a send half, waits until the peers have read what this rank wrote two operations
-// ago. False after a fault.
+// All threads: enters the kernel. With a send half, waits until the peers have read the data that this rank wrote two
+// operations ago. False after a fault.
 __device__ inline bool ll_enter(LlRun& ll, uint32_t* shared_masked) {
   const Comm& comm = ll.op.comm;
   bool ok = !faulted(comm);
@@ -191,7 +192,7 @@ __device__ inline bool ll_enter(LlRun& ll, uint32_t* shared_masked) {
     if (peer < comm.num_ranks && !ll.receives() && ll.run.epoch > kLlParities) {
       const uint64_t* word = ll.own().consumed(ll.kind, ll.parity, peer);
       const uint64_t value = ll.run.epoch - kLlParities;
-      // The usual case is one load, beside that of the mask.
+      // Usually this is one load, in addition to the load of the mask.
       if (peer::acquire(word) < value && ok && !masked) {
         const Found found = ll_wait_longer(ll, peer, Awaited{word, value, 0});
         masked = found == Found::kMasked;
@@ -212,15 +213,15 @@ __device__ inline uint64_t ll_epoch(const LlOperation& op, LlKind kind) {
   return (op.phases & kLlSend) != 0 ? state.epoch[kind] + 1 : state.slot_epoch[kind][op.slot];
 }
 
-// Whether the last CTA to finish has something to do: say that this rank waits no longer, add the time that it waited,
-// or, without a send half, signal the consumed words. Counting CTAs takes microseconds, so other kernels do not.
+// Whether the last CTA to finish has work: signal that this rank waits no longer, add the time that it waited, or,
+// without a send half, signal the consumed words. Counting CTAs takes microseconds, so other kernels do not count them.
 __device__ __forceinline__ bool ll_counts_ctas(const LlOperation& op) {
   return op.shrink != 0 || op.wait_cost != 0 || op.phases == kLlReceive;
 }
 
-// The signalling warp of each CTA of a send half, when all threads of the CTA have entered. The last CTA to come
-// advances the epoch. The first of the grid signals what a whole operation before this one has read. A receive half
-// alone touches nothing of this, since CUDA graphs may run it beside a send half.
+// The signalling warp of each CTA of a send half calls it when all threads of the CTA have entered. The last CTA to
+// enter advances the epoch. The first CTA of the grid signals the consumed words of an earlier whole operation. A
+// receive half alone touches neither, since CUDA graphs may run it beside a send half.
 __device__ inline void ll_begin_send(const LlRun& ll) {
   const LlOperation& op = ll.op;
   LlState& state = ll.state();
@@ -228,7 +229,7 @@ __device__ inline void ll_begin_send(const LlRun& ll) {
   if (lane_id() == 0 && ptx::atom_add_acq_rel_gpu(&state.ctas_entered[ll.kind], 1) + 1 == gridDim.x) {
     state.ctas_entered[ll.kind] = 0;
     state.epoch[ll.kind] = ll.run.epoch;
-    // A whole operation needs none, and in a replayed graph would overwrite that of an un-received one.
+    // A whole operation needs no entry. In a replayed graph it would overwrite the entry of an un-received operation.
     if (!receives) state.slot_epoch[ll.kind][op.slot] = ll.run.epoch;
   }
   __syncwarp();
@@ -244,16 +245,16 @@ __device__ inline void ll_begin_send(const LlRun& ll) {
 
 // --- Batches of tokens whose flags are stored together -------------------------------------------------------------
 
-constexpr int kLlBatchTokens = 8;   // a batch has more only if one group has
-constexpr int kLlMostInBatch = 32;  // at most this many: the tokens of a group of the largest T
+constexpr int kLlBatchTokens = 8;   // a batch has more tokens only if one group has more
+constexpr int kLlMostInBatch = 32;  // the most tokens of a batch: a group of the largest T has this many
 static_assert(kLlMaxTokens / kLlMaxGroups <= kLlMostInBatch, "a group fits in a batch");
 
 // The items (groups of tokens) of one CTA, in batches. Every CTA has items cta, cta + gridDim.x, ... The last CTA of
 // the grid is cta 0, since the first ones send words.
 struct Batches {
-  int items;      // of the kernel
-  int per_item;   // tokens, at most
-  int per_batch;  // items
+  int items;      // items of the kernel
+  int per_item;   // most tokens of an item
+  int per_batch;  // items of a batch
   int cta;
 
   __device__ Batches(int items, int per_item)
@@ -270,7 +271,7 @@ struct Batches {
   __device__ int places() const { return per_batch * per_item; }  // of tokens in a batch
 };
 
-// A worker warp, when it has written its share of a batch.
+// A worker warp calls it when it has written its share of a batch.
 __device__ __forceinline__ void count_written(int32_t* written) {
   __syncwarp();
   if (lane_id() == 0) ptx::red_add_release_cta(written, 1);
@@ -298,7 +299,7 @@ __device__ inline void signal_group(const LlRun& ll, uint32_t ranks, int group) 
 
 // --- Leaving -------------------------------------------------------------------------------------------------------
 
-// All threads of every CTA, when its work is done. True in the CTA that is last.
+// All threads of every CTA call it when the CTA's work is done. True in the CTA that is last.
 __device__ inline bool ll_last_to_finish(const LlOperation& op, LlKind kind) {
   __shared__ bool last;
   __syncthreads();  // thread 0 releases the writes of all threads
@@ -311,7 +312,7 @@ __device__ inline bool ll_last_to_finish(const LlOperation& op, LlKind kind) {
   return last;
 }
 
-// One warp of the last CTA of an operation that succeeded.
+// One warp of the last CTA calls it if the operation succeeded.
 __device__ inline void ll_finish(const LlRun& ll) {
   const LlOperation& op = ll.op;
   const Comm& comm = op.comm;
@@ -325,8 +326,8 @@ __device__ inline void ll_finish(const LlRun& ll) {
   if (!masked) peer::signal(ll.block(peer).consumed(ll.kind, ll.parity, comm.rank), ll.run.epoch);
 }
 
-// All threads of every CTA, when its work is done. False in a CTA that is to give up the results: the last one after a
-// fault or, where CTAs are not counted, each that sees it.
+// All threads of every CTA call it when the CTA's work is done. False in a CTA that must clear the results after a
+// fault: the last CTA or, if CTAs are not counted, each CTA that sees the fault.
 __device__ inline bool ll_leave(const LlRun& ll, bool ok) {
   const LlOperation& op = ll.op;
   if (!ll_counts_ctas(op)) {

@@ -25,7 +25,7 @@ static_assert(kNotifyThreads == (kTokenWarp + 1) * kWarp, "a warp for each part 
 
 struct Shared {
   int32_t rank_count[kMaxRanks][kMaxRanks];  // [source][destination], checked
-  int32_t num_tokens[kMaxRanks];             // of each source, checked
+  int32_t num_tokens[kMaxRanks];             // tokens of each source, checked
   int64_t max_sent;
 };
 
@@ -34,7 +34,7 @@ __device__ int32_t* received(const Comm& comm) { return counts + plan_block_word
 
 __device__ int parity_of(const Run& run) { return static_cast<int>(run.epoch & 1); }
 
-constexpr int kWordsAtOnce = 12;  // of a count row that a lane loads at a time
+constexpr int kWordsAtOnce = 12;  // words of a count row that a lane loads at a time
 
 // One warp: waits until `peer` has read the count row that this rank will overwrite.
 __device__ bool row_is_free(const Run& run, int peer) {
@@ -72,9 +72,9 @@ __device__ bool check_header(const Run& run, const NotifyArgs& args, int source,
   return false;
 }
 
-// Each lane reads kWordsAtOnce words of a count row, from `first` on, kWarp apart; -1 past the end. While one is
-// missing, it polls all of them again. One after the other would cost a poll for each word after the last has arrived.
-// The time of lane 0 counts as waited.
+// Each lane reads kWordsAtOnce words of a count row, from `first` on, kWarp apart; -1 past the end. While a word is
+// missing, it polls all of them again. If it polled one word after the other, each word would still cost a poll after
+// the last word has arrived. The time of lane 0 counts as waited.
 __device__ bool read_words(const Run& run, const uint64_t* row, int words, int first, int source, int32_t* values) {
   Deadline deadline;
   for (;;) {
@@ -214,7 +214,7 @@ __device__ bool lay_out_experts(const Run& run, const NotifyArgs& args) {
   return false;
 }
 
-// All threads: writes the totals for the host, then the ticket, which says that they are from this notify.
+// All threads: writes the totals for the host, then the ticket, which shows that they are from this notify.
 __device__ void publish_totals(const NotifyArgs& args, const Shared& shared) {
   const Comm& comm = args.comm;
   const Meta meta = meta_of(comm, args.routing);
@@ -250,8 +250,8 @@ __device__ void signal_positions_ready(const Comm& comm) {
   ptx::st_release_gpu(&state.positions_ready, state.epoch[kDispatchSend - 1] + 1);
 }
 
-// All threads of CTA 0, when the counts of all peers are known: signals that rows may be signalled and received. No
-// send advances its epoch before this kernel ends, so the send's next epoch is known here.
+// All threads of CTA 0 call it when the counts of all peers are known: signals that rows may be signalled and received.
+// No send advances its epoch before this kernel ends, so the send's next epoch is known here.
 __device__ void signal_counts_ready(const Comm& comm) {
   __syncthreads();
   State& state = state_of(comm);

@@ -11,7 +11,7 @@ namespace ep::cuda {
 
 namespace {
 
-constexpr int kWarps = 16;  // of a CTA
+constexpr int kWarps = 16;  // warps of a CTA
 
 // One warp copies `bytes` bytes to rows of `to`: row `place` of each lane in `nodes`.
 template <class Unit>
@@ -34,7 +34,8 @@ __device__ __forceinline__ void copy_units_to(const char* from, char* to, int64_
   }
 }
 
-// The same in the widest units that the addresses allow. `from`: the tensor, tokens `stride` bytes apart; 0: nothing.
+// Does so in the widest units that the addresses allow. `from`: the tensor, with tokens `stride` bytes apart; 0: copies
+// nothing.
 __device__ void copy_to(Address from, int64_t stride, int64_t token, Address to, int64_t bytes, unsigned nodes,
                         int32_t place) {
   if (from == 0) return;
@@ -48,7 +49,7 @@ __device__ void copy_to(Address from, int64_t stride, int64_t token, Address to,
     copy_units_to<char>(source, at<char>(to), bytes, nodes, place);
 }
 
-// This lane's place for the token, or -1.
+// Returns this lane's place for the token, or -1.
 __device__ int32_t place_of(const PackArgs& args, int64_t token, int node) {
   if (node >= args.num_nodes) return -1;
   const int32_t place = at<const int32_t>(args.rail_rows)[token * args.num_nodes + node];

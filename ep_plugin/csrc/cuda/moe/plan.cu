@@ -14,7 +14,7 @@ namespace {
 
 constexpr int kPlanThreads = 256;
 
-// The pair's expert, or -1 if the pair is dropped. An id that is no expert is a fault, and counts as dropped.
+// Returns the pair's expert, or -1 if the pair is dropped. An id that is no expert is a fault, and counts as dropped.
 __device__ int read_expert(const PlanArgs& args, int64_t pair) {
   const int64_t id = args.id_bytes == 8 ? at<const int64_t>(args.ids)[pair] : at<const int32_t>(args.ids)[pair];
   if (id >= 0 && id < args.comm.num_experts) return static_cast<int>(id);

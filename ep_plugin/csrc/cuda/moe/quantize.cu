@@ -11,7 +11,7 @@ namespace ep::cuda {
 
 namespace {
 
-constexpr int kWarps = 8;  // of a CTA
+constexpr int kWarps = 8;  // warps of a CTA
 constexpr int64_t kMaxCtas = 4096;
 
 template <class From>

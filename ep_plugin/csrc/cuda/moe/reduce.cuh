@@ -1,7 +1,6 @@
 // Sums rows in float32 and in a fixed order. Each result is the sum of several rows, its terms.
 //
-// A job says which result is next, what its terms are, and where it goes. The jobs are CombineSendJob and
-// CombineRecvJob. A job has
+// A job finds the next result, its terms, and its target. The jobs are CombineSendJob and CombineRecvJob. A job has
 //   struct Row                                       identifies a result; `piece` is the first piece to sum
 //   Next next(bool may_block, Row* row)              the warp's next result; kNotYet only if it may not block
 //   int list_terms(const Row& row, Term* terms)     lists its terms in summing order; returns how many
@@ -13,11 +12,11 @@
 //   void finish(const Row& row)                      the result is written; writes the values beside it
 //   void completed(uint32_t results)                 this many results of the warp are written, and its lanes joined
 // Whole warps call all of them. A result is summed in pieces of up to 3.5 KiB, whose sums stay in registers. In small
-// batches, warps take single pieces, for which "result" stands above.
+// batches, warps take single pieces. The list above calls both a result.
 //
 // Bulk path. The terms of a piece come through the ring (ring.cuh), and loads run ahead to the end of the next result.
-// So a warp has two lists of terms: of the result that it sums, and of the next one. Sums are written with ordinary
-// stores, because bulk stores would wait in the SM's copy engine behind the loads that run ahead.
+// So a warp has two lists of terms: one of the result that it sums, and one of the next result. Sums are written with
+// ordinary stores, because bulk stores would wait in the SM's copy engine behind the loads that run ahead.
 #pragma once
 #include <type_traits>
 
@@ -26,10 +25,10 @@
 
 namespace ep::cuda {
 
-constexpr int kReduceWarps = 16;  // of a CTA, including those with other roles. With more, a warp has too few registers
+constexpr int kReduceWarps = 16;  // all warps of a CTA, in any role. With more, a warp has too few registers
 constexpr int kReduceStages = 4;
 constexpr int kVectorBytes = 16;
-constexpr int kLaneVectors = 7;  // of a piece, at most, for each lane
+constexpr int kLaneVectors = 7;  // most vectors of a piece for each lane
 constexpr int kLanesBytes = kWarp * kVectorBytes;
 
 // Cuts rows into pieces whose sums fit in registers and whose rings fit in shared memory. In all pieces but the last,
@@ -137,7 +136,7 @@ __device__ __forceinline__ void write_piece(const Job& job, const typename Job::
 // A warp's two lists of terms, used in turns.
 struct TermLists {
   Term* lists;
-  int entries;  // of one
+  int entries;  // entries of one list
   __device__ explicit TermLists(const Cut& cut)
       : lists(reinterpret_cast<Term*>(list_of_warp(cut))), entries(cut.list_entries / 2) {}
   __device__ Term* of(int turn) const { return lists + turn * entries; }
@@ -204,7 +203,8 @@ class BulkReducer {
         return false;
     }
     for (int t = has_bias ? 0 : 1; t < count_; ++t) {
-      // Two or more at a time, because the whole warp computes the addresses. Before all loads in flight are summed.
+      // Fills two or more stages at a time, because the whole warp computes the addresses, and does so before all loads
+      // in flight are summed.
       if (load_left_ > 0 && ring_.in_flight() <= kReduceStages / 2) fill_stages();
       if (!take_term<false>(sums, vectors, terms[t].factor)) return false;
     }
@@ -261,13 +261,13 @@ class BulkReducer {
   TermLists lists_;
   typename Job::Row row_{}, next_row_{};
   int count_ = 0, next_count_ = kNoNext;
-  const Term* load_terms_ = nullptr;            // of the result that is being loaded: this one or the next
-  uint32_t load_count_ = 0, load_inverse_ = 0;  // of terms
+  const Term* load_terms_ = nullptr;            // terms of the result that is being loaded: this one or the next
+  uint32_t load_count_ = 0, load_inverse_ = 0;  // number of these terms, and its inverse
   int load_piece_ = 0;                          // first piece of that result
   uint32_t load_unit_ = 0;
-  int load_left_ = 0;  // units
+  int load_left_ = 0;  // units that are left to load
   int turn_ = 0;
-  uint32_t results_ = 0;  // written
+  uint32_t results_ = 0;  // results that are written
 };
 
 template <class Element, class Job>

@@ -1,4 +1,4 @@
-// How the warps of a kernel share its rows, and how a sending kernel knows which rows are written.
+// Distributes the rows of a kernel over its warps, and tracks which rows of a sending kernel are written.
 //
 // Rows are numbered in the order in which they should arrive. In small batches, which have fewer rows than there are
 // warps, parts of rows are numbered instead. The first row of each warp is fixed; then the warp takes the next row that

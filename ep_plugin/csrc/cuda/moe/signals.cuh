@@ -1,4 +1,4 @@
-// What the ranks of a dispatch or combine signal to each other, from the first word to the last:
+// The signals that the ranks of a dispatch or combine send to each other, from the first word to the last:
 //
 //   consumed   The receiver has read the rows of an epoch. The sender waits for it before it writes the next ones.
 //   opening    The sender's header. The receiver compares it with its own before it reads a row.
@@ -39,10 +39,10 @@ __device__ inline bool destination_has_read(const Run& run, Pool pool) {
   return peer::wait_at_least(run, consumed_word(comm, comm.rank, pool, dest), run.epoch - 1, dest);
 }
 
-// All threads, after destination_has_read(): whether `ok` holds for all of them. Joins the CTA.
+// All threads call it after destination_has_read(). Returns whether `ok` is true for all of them. Joins the CTA.
 __device__ inline bool may_send(bool ok) {
   ok = __syncthreads_and(ok) != 0;
-  ptx::fence_proxy_async();  // the bulk stores that follow overwrite what the peers have read
+  ptx::fence_proxy_async();  // the bulk stores that follow overwrite data that the peers have read
   return ok;
 }
 
@@ -75,7 +75,7 @@ __device__ inline bool check_opening(const Run& run, const Opening* word, int so
 }
 
 // Waits for a source's opening and checks it against this rank's header. `src_tokens`: T of each source, or null.
-// `counts`: in one warp of the kernel, whose time counts as waited.
+// `counts`: true in one warp of the kernel; the time of that warp counts as waited.
 __device__ inline bool open_source(const Run& run, Pool pool, int source, const Header& mine, const int32_t* src_tokens,
                                    bool counts) {
   const Opening* word = opening(run.comm, run.comm.rank, pool, source);
@@ -90,8 +90,8 @@ __device__ inline bool open_source_of_lane(const Run& run, Pool pool, const Head
   return source < 0 || source >= run.comm.num_ranks ||
          open_source(run, pool, source, mine, src_tokens, blockIdx.x == 0);
 }
-// The same for any one warp, in kernels whose warps have several roles. In CTA 0, the time of the warp `first` counts.
-// Joins the warp.
+// Does the same in any one warp, for kernels whose warps have several roles. In CTA 0, the time of the warp `first`
+// counts as waited. Joins the warp.
 __device__ inline bool open_sources_of_warp(const Run& run, Pool pool, const Header& mine, const int32_t* src_tokens,
                                             int first) {
   const int source = lane_id();
@@ -167,7 +167,7 @@ __device__ inline unsigned count_cta(const Run& run, Pool pool, int first, int c
 
 // The signalling warp of each CTA calls it. All chunks that are ready at the same time share one fence. With a test
 // gate, the first chunk is signalled alone. Chunks has
-//   int count() const                       chunks of the kernel
+//   int count() const                       the number of chunks of the kernel
 //   int32_t end(int chunk) const            the number after the chunk's last row
 //   bool may_signal()                       all lanes; may wait: whether peers may be signalled
 //   void signal(int peer, int chunk) const  one lane per peer and chunk: signals the peer

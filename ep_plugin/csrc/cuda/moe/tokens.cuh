@@ -1,5 +1,5 @@
-// How plan and notify divide tokens and their (token, expert) pairs: one block of tokens per CTA and, in plan, one lane
-// per pair.
+// Plan and notify divide tokens and their (token, expert) pairs in this way: one block of tokens per CTA and, in plan,
+// one lane per pair.
 #pragma once
 #include "cuda/core/sync.cuh"
 
@@ -30,7 +30,7 @@ struct WarpTokens {
   }
 
   __device__ int tokens() const { return kWarp / token_lanes; }
-  // This lane's token among those of the warp, and the first of the token's pairs that this lane handles.
+  // This lane's token among the tokens of the warp, and the first of the token's pairs that this lane handles.
   __device__ int token() const { return lane_id() / token_lanes; }
   __device__ int k() const { return lane_id() % token_lanes; }
 

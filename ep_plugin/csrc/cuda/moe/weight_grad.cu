@@ -14,7 +14,7 @@ namespace ep::cuda {
 
 namespace {
 
-constexpr int kWarps = 8;         // of a CTA
+constexpr int kWarps = 8;         // warps of a CTA
 constexpr int kVectorsAhead = 4;  // vectors of each row that a lane loads at a time
 constexpr int64_t kMaxCtas = 4096;
 
