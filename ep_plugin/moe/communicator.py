@@ -88,9 +88,9 @@ class MoECommunicator:
         self.new_combine: Callable[..., Operation]
         self.handle_sizes: HandleSizes  # not in mode="ll"
         self.num_routing = _NUM_ROUTING
-        """How many of a handle's tensors operations need: all, or in mode="ll" topk_ids and the plan."""
+        """The number of a handle's tensors that operations need: all, or in mode="ll" topk_ids and the plan."""
         self.nodes: Nodes | None = None
-        """What operations over several nodes share; None on one node."""
+        """The facts that operations over several nodes share; None on one node."""
         sizes = self._open_low_latency(group, resolved) if config.mode == "ll" else self._open(group, resolved)
         self.number = register(self, sizes)
 

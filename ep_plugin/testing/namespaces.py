@@ -45,7 +45,8 @@ class Network:
 
 
 def create_network(nodes: int, rate_bits: int | None) -> Network:
-    """Makes and joins the namespaces of ``nodes`` nodes. This process, which has one thread, moves into the switch's.
+    """Makes and joins the namespaces of ``nodes`` nodes. This process must have one thread. It moves into the switch's
+    namespace.
 
     ``rate_bits``: the most bits per second of each node's link, each way; None: no limit. Raises NoNamespaces.
     """

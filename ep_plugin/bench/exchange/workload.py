@@ -269,8 +269,8 @@ def batches(workload: Workload, dtype: torch.dtype, device: torch.device) -> lis
 
 
 def _chosen(workload: Workload, scores: torch.Tensor, random: torch.Generator) -> torch.Tensor:
-    """Returns the experts of each token, `[T, K]`: those with the highest scores. The skew determines how many of them
-    are on the hot rank."""
+    """Returns the experts with the highest scores of each token, `[T, K]`. The skew determines how many of them are on
+    the hot rank."""
     if workload.skew == 1:
         return scores.topk(workload.topk, dim=1).indices
     # Each token has an equal share of the hot rows. The remainder goes to some tokens, one row each.

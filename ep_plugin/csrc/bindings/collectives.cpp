@@ -122,7 +122,7 @@ void bind_host_agreement(py::module_& m) {
     raise_interruption();
     return py::make_tuple(free, late);
   });
-  // Returns None, or how a peer's call differs: (peer, field, mine, theirs).
+  // Returns None, or the difference of a peer's call: (peer, field, mine, theirs).
   m.def("post_call",
         [](Address rings, int num_ranks, int rank, uint64_t number, int64_t bytes, int64_t element,
            int64_t place) -> py::object {

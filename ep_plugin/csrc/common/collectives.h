@@ -251,7 +251,7 @@ struct ReduceScatterArgs {
 };
 
 // --- GPU ranks: small shards -----------------------------------------------------------------------------------------
-// A unit is 4 bytes of a shard. A word is three units and a flag, in one store, so the flag says that the units have
+// A unit is 4 bytes of a shard. A word is three units and a flag, in one store, so the flag shows that the units have
 // arrived. A word with another flag is from an older operation, or still zero.
 constexpr int kWordUnits = 3;
 struct alignas(16) FlaggedWord {

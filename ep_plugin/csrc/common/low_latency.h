@@ -187,7 +187,7 @@ struct LlLayout {
   int64_t ids;         // LlWord [2 parities][R sources][id_words]: header, then expert ids
   int64_t weights;     // LlWord [2 parities][R owners][weight_words]: header, then T_max * token_words of weights
   int64_t pair_words;  // combine: LlWord [2 parities][kLlFewPairs][words_per_row]: the rows of this rank's pairs. On
-                       // CPUs a row is stored as it is, and the last one of its words says that it is there
+                       // CPUs a row is stored as it is, and the last of its words shows that the row is there
   int64_t slots;       // [2 kinds][2 parities][R senders][T_max] slots
   int64_t bytes;
   int64_t id_words;      // kLlHeaderWords, plus the words of the ids

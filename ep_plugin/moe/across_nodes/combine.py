@@ -49,7 +49,8 @@ class CombineAcrossNodes(Operation):
         check_combine(self._engine, self.rows, self._weights, self._bias, self._extra, self._known)
 
     def start(self) -> None:
-        """Adds up other nodes' tokens and sends them back first, since they travel longest. Then sends this node's."""
+        """Adds up other nodes' tokens and sends the sums back first, since these travel longest. Then sends this node's
+        partial rows."""
         self._nodes.check_capture()
         engine, streams, routing = self._engine, self._engine.streams, self._routing
         y, K = self.rows, self._routing.topk_ids.shape[1]

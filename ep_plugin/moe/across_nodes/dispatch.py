@@ -355,7 +355,7 @@ class DispatchAcrossNodes(Operation):
         engine.kernels.dispatch_send(args)
 
     def _receive_segment(self, number: int) -> None:
-        """Receives a segment into the whole output, after setting the receive arguments to this segment's."""
+        """Receives a segment into the whole output. Completes the receive arguments for this segment."""
         assert self._routing is not None
         engine, output = self._engine, self._output
         output.comm, output.num_sms = engine.comm, self._sms.receiving

@@ -24,7 +24,7 @@ _HEADER = _C.header_fields
 _NOT_COMPARED = ("num_tokens",)
 
 Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
-"""What this rank sends, and where it receives what another rank sends in its place."""
+"""A tensor that this rank sends on a leg, and a tensor that receives the message of the leg's source."""
 
 
 class Nodes:
@@ -91,7 +91,7 @@ class Nodes:
     # -- over the rail -------------------------------------------------------------------------------------------
 
     def exchange_counts(self, header: Any, counts: torch.Tensor) -> tuple[list[int], list[int]]:
-        """Sends every node the header and this rank's rows for it by chunk, and receives theirs. The host waits.
+        """Exchanges the header and the number of rows in each chunk with every node. The host waits.
 
         counts: int64 ``[C, N]``, made on the send stream. Returns the rows that each leg sends, and the rows that each
         leg brings.
@@ -147,7 +147,7 @@ class Nodes:
     def _on_host(self, tensor: torch.Tensor) -> list[Any]:
         """Returns the values of a tensor that torch's current stream makes. Waits for them with a deadline."""
         copy, is_there = self.engine.streams.to_host(tensor)
-        most_s = 2 * self.engine.timeout_s + 5.0  # the rail's own deadline comes first, and says more
+        most_s = 2 * self.engine.timeout_s + 5.0  # the rail's deadline passes first, and its error says more
         until = time.monotonic() + most_s
         while not is_there():
             self.engine.check()

@@ -319,8 +319,7 @@ class Dispatch(Operation):
         )
 
     def _allocate(self, args: Any, room: Rows) -> None:
-        """Makes the output and the routing's recv_rows. Sets their addresses, and those of the present pools, in
-        `args`."""
+        """Makes the output and the routing's recv_rows. Sets their addresses, and the pools' addresses, in `args`."""
         made = empty_rows(self._call, self._engine.flat, room.output)
         counts = self._expert_counts, self._expert_offsets, self._limits, self._host_counts
         result = self._result = DispatchResult(*made, *counts)

@@ -237,7 +237,7 @@ class HighThroughputEngine(GroupEngine):
     def wait_totals(self, ticket: int, copy: torch.Tensor, expert_counts: torch.Tensor) -> list[int]:
         """Waits for the totals of notify `ticket` and returns them, see Boards.totals. Raises the communicator's first
         error, or PeerTimeout at the deadline."""
-        most_s = 2 * self.timeout_s + 5.0  # the kernel's own deadline starts later, comes first, and says more
+        most_s = 2 * self.timeout_s + 5.0  # the kernel's deadline starts later, passes first, and says more
         if not self.boards.wait_ticket(ticket, most_s):
             self.check()
             raise EpPluginError(f"{self.name}: the device did not finish step notify in {most_s:g} s")

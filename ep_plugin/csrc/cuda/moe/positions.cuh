@@ -6,8 +6,8 @@
 // passes over the block in order, some tokens at a time: one thread per pair counts the earlier pairs of the same
 // expert, and the last warp computes the positions of tokens.
 // Buffers. `counts`, in shared memory, has the running counts: tokens for each rank, then pairs for each expert.
-// Memory order. Barriers of the CTA separate the passes. The send may read positions when all CTAs have computed theirs
-// (State::positions_ready).
+// Memory order. Barriers of the CTA separate the passes. The send may read positions when all CTAs have computed their
+// own (State::positions_ready).
 #pragma once
 #include "cuda/moe/tokens.cuh"
 
