@@ -30,7 +30,10 @@ def in_one_kernel(sms: int) -> dict[str, int]:
 
 
 class DispatchLayout(enum.Enum):
-    """How dispatch arranges the rows it returns (N rows received, H hidden size, K top-k, E_l local experts)."""
+    """The order and shape of the rows that dispatch returns.
+
+    Shapes: N rows received, H hidden size, E_l local experts, R ranks, T_max most tokens of a rank.
+    """
 
     FLAT = "flat"
     """``[N, H]``, one row per (token, local expert), grouped by local expert."""
@@ -51,8 +54,8 @@ class MoECommunicatorConfig:
         every rank. None: pools grow when rows do not fit. Each then has room, for every rank, for the most rows that
         one rank sent to another. mode="ll" needs a number, at most 4096; its memory is in proportion to it.
     mode: "ht": high throughput. "ll": low latency, for few tokens per rank; the host never waits.
-    layout: how dispatch arranges rows, a DispatchLayout or its value such as "flat". None: the mode's default, FLAT for
-        "ht", EXPERT_MAJOR for "ll". "ll" has no other layout.
+    layout: the layout of dispatched rows, a DispatchLayout or its value such as "flat". None: the mode's default, FLAT
+        for "ht", EXPERT_MAJOR for "ll". "ll" has no other layout.
     max_row_bytes: bytes of the widest row, a multiple of 16. None: room for hidden_size elements of any dtype; in
         mode="ll" of 2 bytes each.
     expert_alignment: each expert's group of FLAT rows is padded to a multiple of this, at most 2**20.

@@ -76,8 +76,8 @@ class DispatchHandle(NamedTuple):
     """int32 ``[slots, K]``, the output row of each received pair, -1: none. In EXPERT_MAJOR the plan has the whole
     routing: `recv_rows` and `totals` are empty, and nobody reads them."""
     totals: torch.Tensor
-    """int64 on the host, one after the other: slots; output rows; the most rows from any rank to any other rank; the
-    most rows from any rank to all ranks; rows of each local expert. With ``capacity``: the capacity alone."""
+    """int64 on the host, one after the other: slots; output rows; the most rows from any rank to any rank; the most
+    rows from any rank to all ranks; rows of each local expert. With ``capacity``: the capacity alone."""
     comm: int
     """The number of the communicator that made the handle."""
 

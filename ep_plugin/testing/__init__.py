@@ -1,1 +1,1 @@
-"""Stand-ins for tests: for a cluster on one machine, and for packages that need GPUs."""
+"""Stand-ins: for a cluster where there is one machine, and for packages that need GPUs where there are none."""

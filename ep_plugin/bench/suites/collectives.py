@@ -115,7 +115,7 @@ class CollectiveSuite(OverNodes):
     def _way(self, device: torch.device, size: int, impl: str, made: Any, foreign: bool = False) -> Way:
         """Makes a way of ep_plugin's collective `made`, or of the backend's (None). A foreign tensor is not mapped."""
         large = self._empty(device, size, None if foreign else made)
-        # The small tensor is a part of the large one, as in FSDP2. gloo does not take tensors that overlap.
+        # As in FSDP2, the small tensor is a part of the large one. Not with gloo: its tensors would overlap.
         in_place = self.gathers and not foreign and (made is not None or device.type == "cuda")
         small = large.chunk(self.ranks)[dist.get_rank()] if in_place else self._empty(device, size // self.ranks)
         source, out = (small, large) if self.gathers else (large, small)

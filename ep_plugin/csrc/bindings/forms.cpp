@@ -6,7 +6,7 @@ namespace ep::bindings {
 
 namespace {
 
-constexpr uint32_t kMajor = 1;  // of DLPack
+constexpr uint32_t kMajor = 1;  // the major version of DLPack
 
 // PyTorch's functions, after `read_tensors` has named them. They live as long as the process.
 const DLExchangeApi* api = nullptr;
@@ -61,7 +61,7 @@ bool append_form(std::string& form, PyObject* object) {
   PyObject* type = reinterpret_cast<PyObject*>(Py_TYPE(object));
   if (type != tensor_type && type != parameter_type) return false;
   DLTensor tensor;
-  if (api->from_object(object, &tensor) != 0) throw py::error_already_set();  // as for one without memory
+  if (api->from_object(object, &tensor) != 0) throw py::error_already_set();  // for instance, the tensor has no memory
   if (tensor.type_code == kDLComplex || tensor.type_lanes != 1) return false;
   if (call(object, is_neg_name).ptr() != Py_False) return false;
   bool is_empty = false;

@@ -207,7 +207,7 @@ struct PackArgs {
   Address ids;            // int32 [num_tokens, topk] contiguous, or 0
   Address packed_ids;     // out: int32 [num_rows, topk] contiguous
   Address rail_rows;      // int32 [num_tokens, num_nodes]: row of the buffers, -1: the token does not go to that node
-  int64_t num_rows;       // of the buffers
+  int64_t num_rows;       // rows of the buffers
   int32_t topk;
   int32_t num_tokens;
   int32_t num_nodes;

@@ -23,7 +23,7 @@ namespace ep {
 
 constexpr int kSlots = 8;  // chunks that a rank may be ahead of its peers
 constexpr int64_t kSlotBytes = 256 * 1024;
-constexpr int kMaxPeerBlocks = 64;  // of a communicator, so that one 64-bit word has a bit for each
+constexpr int kMaxPeerBlocks = 64;  // blocks of a communicator: one 64-bit word has a bit for each
 // A ring of requests must be longer than one host can be ahead of another. Each call ahead takes a block that the other
 // host has released, so a host is at most kMaxPeerBlocks calls ahead.
 constexpr int kRequests = 2 * kMaxPeerBlocks;
@@ -38,10 +38,10 @@ enum CollectiveOp : int64_t { kOpAllGather = 1, kOpReduceScatter = 2 };
 // Describes a rank's piece. It is posted with the first chunk. The first kPieceFields words must be equal on all ranks.
 struct PieceHeader {
   int64_t op;
-  int64_t bytes;              // of one shard
+  int64_t bytes;              // bytes of one shard
   int64_t element;            // Element of a sum, 0 for a gather
   int64_t block;              // the block that has the piece, or -1: it goes through the chunk slots
-  int64_t offset[kMaxRanks];  // in the block: of the shard (gather), or of the shard for each rank (sum)
+  int64_t offset[kMaxRanks];  // offset in the block: of the shard (gather), or of the shard for each rank (sum)
 };
 constexpr int kPieceFields = 3;
 
@@ -65,7 +65,7 @@ EP_HD constexpr int64_t scatter_chunk_bytes(int ranks) { return kSlotBytes / ran
 
 // A rank's piece, and the blocks in which peers' pieces may lie.
 struct Piece {
-  int64_t bytes;  // of one shard
+  int64_t bytes;  // bytes of one shard
   int32_t block;  // the block that has the piece, or -1
   int32_t num_blocks;
   int64_t offset[kMaxRanks];  // as in PieceHeader
@@ -153,8 +153,8 @@ constexpr int kMaxCtas = 128;
 // `ready` and `bytes`, after `place`.
 struct alignas(16) CtaSignal {
   uint64_t ready;  // epoch for which this rank may write the peer's outputs
-  int64_t bytes;   // of a shard
-  int64_t place;   // of the output, see place_word
+  int64_t bytes;   // bytes of a shard
+  int64_t place;   // the output's place, see place_word
   uint64_t done;   // epoch for which the peer has written its part here
 };
 
@@ -173,7 +173,7 @@ struct StreamWords {
 // channel, each rank has chunk slots for each source. Chunks are counted per channel, over all operations.
 constexpr int kMaxChannels = 64;
 constexpr int kMaxChannelSlots = 32;
-constexpr int64_t kSumRowBytes = 2048;  // of a row, which a warp sums at a time
+constexpr int64_t kSumRowBytes = 2048;  // bytes of a row, which a warp sums at a time
 constexpr int kMaxChunkRows = 8;
 constexpr int64_t kChannelSlotBytes = kMaxChunkRows * kSumRowBytes;
 // Chunk slots of a channel for each source: a power of two, fewer for more ranks.
@@ -224,12 +224,12 @@ struct AllGatherArgs {
   Address targets[kMaxRanks];
   Address staging;
   Address outputs[kMaxRanks];
-  int64_t place;  // of rank 0's shard in the output
+  int64_t place;  // the place of rank 0's shard in the output
   int32_t block;
-  int32_t num_ctas;  // of the kernel; 0: copy engines
+  int32_t num_ctas;  // CTAs of the kernel; 0: copy engines
   int32_t captured;  // copy engines: 1 in a CUDA graph, where kernels do the handshake in place of stream operations
   int32_t reserved;
-  uint64_t number;                  // of the operation, for copy engines outside of a graph
+  uint64_t number;                  // the operation's number, for copy engines outside of a graph
   Address stream_words[kMaxRanks];  // StreamWords of each rank, as this device maps them
   Address begun;                    // u64 in host memory: number of the latest operation that the stream has begun
   Address finished;                 // u64 in host memory: number of the latest operation that has finished
@@ -243,7 +243,7 @@ struct ReduceScatterArgs {
   Address inputs[kMaxRanks];
   Address slots[kMaxRanks];
   Address output;
-  int64_t bytes;  // of a shard
+  int64_t bytes;  // bytes of a shard
   double scale;
   int32_t element;
   int32_t num_ctas;
@@ -259,7 +259,7 @@ struct alignas(16) FlaggedWord {
   uint32_t flag;  // see small_flag
 };
 constexpr int64_t kUnitBytes = sizeof(uint32_t);
-constexpr int64_t kSmallBytes = 1 << 20;  // of all ranks' shards together
+constexpr int64_t kSmallBytes = 1 << 20;  // most bytes of all ranks' shards together
 // Units are numbered so that the first units of a group's words follow each other, then their second ones, and so on.
 constexpr int kGroupWords = 32;
 EP_HD constexpr int64_t units_of(int64_t bytes) { return (bytes + kUnitBytes - 1) / kUnitBytes; }
@@ -302,14 +302,14 @@ struct SmallExchangeArgs {
   Address words[kMaxRanks];
   Address inputs[kMaxRanks];
   Address outputs[kMaxRanks];  // gather: where each rank's shard goes. Sum: [comm.rank] is where the sum goes
-  int64_t bytes;               // of a shard
-  double scale;                // of the sum
-  int32_t element;             // of the sum; -1: gather
+  int64_t bytes;               // bytes of a shard
+  double scale;                // the scale of the sum
+  int32_t element;             // the element of the sum; -1: gather
   int32_t num_ctas;            // a multiple of the number of peers
   Address stream;
 };
 
-namespace cuda {  // in builds with CUDA alone
+namespace cuda {  // only in builds with CUDA
 void all_gather(const AllGatherArgs& args);
 void reduce_scatter(const ReduceScatterArgs& args);
 void small_exchange(const SmallExchangeArgs& args);

@@ -24,12 +24,12 @@ struct DLManagedTensor {
   void (*deleter)(DLManagedTensor*);
 };
 
-// What a framework's tensor class has as __dlpack_c_exchange_api__, a capsule of this name. Later versions of the same
-// major version add fields at the end.
+// A framework's tensor class has this table as __dlpack_c_exchange_api__, in a capsule of this name. Later versions of
+// the same major version add fields at the end.
 inline constexpr char kDLExchangeApiName[] = "dlpack_exchange_api";
 struct DLExchangeApi {
   uint32_t major, minor;
-  const DLExchangeApi* previous;  // of an older major version, or null
+  const DLExchangeApi* previous;  // the table of an older major version, or null
   void* allocate;
   void* managed_from_object;
   void* object_from_managed;

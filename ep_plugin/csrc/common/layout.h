@@ -60,7 +60,7 @@ EP_HD constexpr Chunks chunks_of(int num_tokens) {
 }
 EP_HD constexpr int num_chunks(int num_tokens) { return chunks_of(num_tokens).count; }
 
-constexpr int64_t kMaxTokens = INT32_MAX / kMaxRanks;  // of one rank, so that sums over ranks fit in 32 bits
+constexpr int64_t kMaxTokens = INT32_MAX / kMaxRanks;  // tokens of one rank; sums over ranks fit in 32 bits
 constexpr int64_t kMaxRowBytes = int64_t{1} << 29;     // also for scales: kernels count a slot's bytes in 32 bits
 constexpr int64_t kMaxKeys = 8'000;  // ranks + experts on CUDA: notify has their counts twice in shared memory
 

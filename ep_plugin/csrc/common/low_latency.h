@@ -11,7 +11,7 @@
 // has R * T_max rows.
 //
 // Dispatch. The send half writes to every rank, itself included, in this order:
-//   1. the header and all of its expert ids, as words;
+//   1. the header and all of this rank's expert ids, as words;
 //   2. the row of each token that has an expert there, once, into the slot of that token;
 //   3. for each group of tokens of which that rank got a row, a flag.
 // The receive half waits for the words of every source, computes counts and places from them, and copies each slot to
@@ -61,7 +61,7 @@ enum LlPhase : int32_t { kLlSend = 1, kLlReceive = 2 };  // bits of `phases`
 // The formats in which rows travel. kLlPlain is for rows and partial rows, kLlLogfmt for partial rows in combine, and
 // the others for rows in dispatch.
 enum LlFormat : int32_t {
-  kLlPlain = 0,      // as they are
+  kLlPlain = 0,      // elements travel as they are
   kLlE4m3 = 1,       // e4m3 with float32 scales (fp8.h)
   kLlE4m3Pow2 = 2,   // e4m3 with float32 scales that are powers of two
   kLlE4m3Ue8m0 = 3,  // the same scales as exponent bytes, four in an int32
@@ -91,7 +91,7 @@ struct alignas(16) LlWord {
   uint32_t unit[3];
   uint32_t epoch;
 };
-constexpr int kLlWordBytes = 12;  // of data
+constexpr int kLlWordBytes = 12;  // bytes of data in a word
 EP_HD constexpr int64_t ll_words(int64_t bytes) { return ceil_div(bytes, kLlWordBytes); }
 EP_HD constexpr int64_t ll_refreshed(uint64_t epoch, int64_t words) {
   return static_cast<int64_t>((epoch >> 1) % static_cast<uint64_t>(words));
@@ -99,7 +99,7 @@ EP_HD constexpr int64_t ll_refreshed(uint64_t epoch, int64_t words) {
 
 // The properties of an operation that must be equal on all ranks, then the properties of the sending rank.
 struct LlHeader {
-  int32_t row_bytes;     // of a row of x or y as it travels, without scales; logfmt: as it would travel plain
+  int32_t row_bytes;     // bytes of a row of x or y as it travels, without scales; logfmt: as in kLlPlain
   int32_t scale_bytes;   // scales of one row, 0 without
   int32_t topk;          // K
   int32_t dtype;         // the caller's own code of the element type
@@ -119,8 +119,8 @@ static_assert(sizeof(LlHeader) == kLlHeaderWords * kLlWordBytes, "a header fills
 // Expert ids: int16 [T,K] without gaps, -1: dropped. They follow the header, kLlIdsPerWord in a word.
 constexpr int kLlIdsPerWord = 6;
 EP_HD constexpr int64_t ll_id_words(int64_t tokens, int64_t K) { return ceil_div(tokens * K, kLlIdsPerWord); }
-// CUDA: a source always sends this many words of ids, or more.
-constexpr int kLlEarlyWords = 64;  // at most
+// CUDA: a source always sends ll_early_words() words of ids, or more.
+constexpr int kLlEarlyWords = 64;  // the largest value of ll_early_words()
 EP_HD constexpr int ll_early_words(int64_t max_tokens, int64_t K) {
   const int64_t words = ll_id_words(max_tokens, K);
   return static_cast<int>(words < kLlEarlyWords ? words : kLlEarlyWords);

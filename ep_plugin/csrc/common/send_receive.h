@@ -101,7 +101,7 @@ EP_HD constexpr int64_t device_message_memory_bytes(int num_ranks, int num_chann
 
 // The cut of a message into chunks. Both ends compute it from the message's size.
 struct MessageCut {
-  int64_t chunk_bytes;  // of all chunks but the last
+  int64_t chunk_bytes;  // bytes of each chunk but the last
   int64_t chunks;
   int parts;
 };

@@ -41,7 +41,7 @@ _SLOTS, _ROWS, _MAX_ROWS, _MAX_SENT = _C.Total.SLOTS, _C.Total.ROWS, _C.Total.MA
 
 
 class Payload(NamedTuple):
-    """Rows ``[T, H]`` and what travels beside each: scales ``[T, S]`` and weights ``[T, K]``, or None."""
+    """Rows ``[T, H]``, and the scales ``[T, S]`` and weights ``[T, K]`` that travel beside them, or None."""
 
     rows: torch.Tensor
     scales: torch.Tensor | None

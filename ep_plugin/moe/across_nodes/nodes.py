@@ -73,7 +73,7 @@ class Nodes:
         return None if capacity is None else sum(self.padded_slots())
 
     def padded_rows(self) -> list[int]:
-        """Returns the rows of each leg where the host knows no counts.
+        """Returns the rows of each leg if the host knows no counts.
 
         Each leg has room for the longest chunk of a rank with ``max_tokens_per_rank`` tokens. No rank with fewer tokens
         has a longer chunk, although its i-th chunk may be longer than the i-th chunk of that rank.
@@ -83,7 +83,7 @@ class Nodes:
         return [-(-most // self.chunks)] * len(self.legs)
 
     def padded_slots(self) -> list[int]:
-        """Returns the received slots of each segment where the host knows no counts."""
+        """Returns the received slots of each segment if the host knows no counts."""
         most = self.engine.config.max_tokens_per_rank
         assert most is not None
         return [self.engine.node_size * rows for rows in (most, *self.padded_rows())]

@@ -1,4 +1,4 @@
-"""Dispatch: the order of its kernels, and where the host waits.
+"""Dispatch: the order of its kernels, and the waits of the host.
 
 A dispatch that makes its routing runs plan, notify and send on the send stream. While rows are sent, the host reads the
 totals, allocates the output, and enqueues receive on the receive stream. Rows that have arrived would wait for the host

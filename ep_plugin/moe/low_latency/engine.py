@@ -130,7 +130,7 @@ class LowLatencyEngine(GroupEngine):
     asked_sms: dict[str, int | None] = {}  # noqa: RUF012 - never changed
 
     def next_slot(self, kind: int) -> int:
-        """Returns the entry of the epoch table that the next operation of `kind` uses. kind 0: dispatch, 1: combine.
+        """Returns the entry of the epochs that the next operation of `kind` uses. kind 0: dispatch, 1: combine.
 
         Operations of a kind take 0 and 1 in turn. Operations in CUDA graphs take 2 and 3, since a graph may be replayed
         while other operations are un-received.

@@ -268,7 +268,7 @@ struct Batches {
   }
   // The i-th item of a batch; at or past `items`: none.
   __device__ int item(int batch, int i) const { return cta + (batch * per_batch + i) * static_cast<int>(gridDim.x); }
-  __device__ int places() const { return per_batch * per_item; }  // of tokens in a batch
+  __device__ int places() const { return per_batch * per_item; }  // places for tokens in a batch
 };
 
 // A worker warp calls it when it has written its share of a batch.
