@@ -77,6 +77,10 @@ class Attempt:
         self._post("join", self._rank, {"token": ""})
         self._post("failure", self._rank, {"number": 0})
 
+    def release(self) -> None:
+        """Drops the functions that `begin` was given, which refer to the exchange that this object belongs to."""
+        del self._read, self._write, self._error_of
+
     def missing(self, read: Read) -> list[int]:
         """Returns the ranks that this one waits for."""
         there = self._joined(self._others, read)

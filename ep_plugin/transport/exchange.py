@@ -295,12 +295,15 @@ class Exchange:
             until = time.monotonic() + _LEAVE_S
             return self._late(attempt.missing(functools.partial(self._ask, step, until, self._read)), step)
 
-        attempt.begin(step, self.timeout_s, read, write, self._heard)
-        self._poll(attempt.advance, deadline, late)
-        self._nonce = attempt.nonce
-        with _instances_lock:  # later attempts have one number on all ranks
-            _instances[self._group_name] = max(_instances[self._group_name], attempt.number)
-        attempt.end()
+        try:
+            attempt.begin(step, self.timeout_s, read, write, self._heard)
+            self._poll(attempt.advance, deadline, late)
+            self._nonce = attempt.nonce
+            with _instances_lock:  # later attempts have one number on all ranks
+                _instances[self._group_name] = max(_instances[self._group_name], attempt.number)
+            attempt.end()
+        finally:
+            attempt.release()
 
     def _post_failure(self, reason: str, first_turn: int, waited: bool = False) -> None:
         """Makes peers raise in exchanges from `first_turn` on, and while they wait to agree on a nonce.

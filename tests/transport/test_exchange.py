@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import datetime
 import functools
+import gc
 import multiprocessing
 import os
 import signal
 import time
+import weakref
 from typing import Any
 
 import pytest
@@ -492,6 +494,24 @@ def _closed(rank: int, size: int) -> int:
 
 def test_close_leaves_no_keys():
     assert run(2, _closed) == [0, 0]
+
+
+def _dropped(rank: int, size: int) -> None:
+    """An exchange holds the group's store, so it must not wait for the garbage collector."""
+    gc.disable()
+    exchange = Exchange(timeout_s=30.0)
+    exchange.barrier("use")
+    exchange.close()
+    left = weakref.ref(exchange)
+    del exchange
+    until = time.monotonic() + 10
+    while left() is not None:  # a thread may just have answered
+        assert time.monotonic() < until
+        time.sleep(0.001)
+
+
+def test_an_exchange_that_is_dropped_is_gone():
+    run(2, _dropped)
 
 
 def _part_of_a_group(rank: int, size: int) -> None:
