@@ -112,6 +112,7 @@ deep_ep.HybridEPBuffer
 """
 
 
+@pytest.mark.slow
 def test_without_an_installed_deep_ep_the_name_is_missing() -> None:
     done = run(MISSES, fails=True, EP_PLUGIN="deep_ep")
     assert "cannot import name 'HybridEPBuffer' from 'ep_plugin.deep_ep'" in done.stdout
@@ -120,6 +121,7 @@ def test_without_an_installed_deep_ep_the_name_is_missing() -> None:
     assert done.stderr.splitlines()[-1] == said
 
 
+@pytest.mark.slow
 def test_an_installed_deep_ep_that_fails_is_named(installed: Path) -> None:
     write(installed, "deep_ep/__init__.py", "import no_such_library")
     code = "import torch, deep_ep; print(deep_ep.Buffer); deep_ep.HybridEPBuffer"

@@ -226,6 +226,7 @@ def _compiled(rank: int, size: int) -> None:
                 torch.testing.assert_close(got, plain)
 
 
+@pytest.mark.slow
 def test_in_a_graph() -> None:
     on_ranks(2, _compiled)
 

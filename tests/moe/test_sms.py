@@ -184,6 +184,7 @@ def _as_launched(rank: int, size: int, tokens: int, layout: DispatchLayout) -> N
         assert launched(x) == ((9, 21), (35, back.receiving))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", [FLAT, TOKEN_MAJOR])
 @pytest.mark.parametrize("tokens", [SMALL_BATCH_TOKENS, SMALL_BATCH_TOKENS + 1])
 def test_kernels_are_given_what_their_rows_ask_for(tokens: int, layout: DispatchLayout) -> None:
