@@ -105,7 +105,8 @@ def test_ours_is_known_again_when_a_wrapper_is_taken_away(framework: Path, enabl
     assert layer.layer == "stock"
 
 
-def test_only_the_latest_of_ours_serves(framework: Path) -> None:
+@pytest.mark.parametrize("disabled_between", [True, False])
+def test_only_the_latest_of_ours_serves(framework: Path, disabled_between: bool) -> None:
     """A wrapper between two of ours calls the earlier one, which leaves the call as it is."""
     layer = importlib.import_module("toyframe.layer")
     layer.call = stock = lambda: "stock"
@@ -120,7 +121,8 @@ def test_only_the_latest_of_ours_serves(framework: Path) -> None:
 
     hooks.replace("toy", layer, "call", first := over(layer.call))
     layer.call = wrapper = lambda: first()
-    hooks.restore("toy", layer)
+    if disabled_between:
+        hooks.restore("toy", layer)
     hooks.replace("toy", layer, "call", over(layer.call))
     assert layer.call() == "stock" and counts.num_left["toy"] == 1
     hooks.restore("toy", layer)
