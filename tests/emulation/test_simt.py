@@ -31,6 +31,7 @@ from tests.moe import test_node_kernels as node_kernels
 from tests.moe import test_one_output as one_output
 from tests.moe import test_statistics as statistics
 from tests.moe.moe_cases import LAYOUTS, Case, communicator, make_inputs, named, ragged, round_trip
+from tests.moe.test_combine import starts_from_the_bias
 from tests.ranks import run_ranks, values
 
 SIMT = {"EP_TEST_KERNELS": "simt"}
@@ -125,6 +126,13 @@ def test_cases_in_one_kernel(plain: str) -> None:
 @pytest.mark.slow
 def test_plain_kernels() -> None:
     assert len(_on_ranks(2, _rounds, list(CASES), {}, EP_PLUGIN_PLAIN_KERNELS="1")[0]) == len(CASES)
+
+
+@pytest.mark.parametrize("plain", ["0", "1"])
+@pytest.mark.parametrize("per_node", ["1", "2"])
+def test_sums_start_from_the_bias(per_node: str, plain: str) -> None:
+    settings = {"EP_PLUGIN_PLAIN_KERNELS": plain, "EP_PLUGIN_RANKS_PER_NODE": per_node}
+    _on_ranks(2, starts_from_the_bias, (BF16, FP16, FP32), **settings)
 
 
 def _features(rank: int, size: int) -> None:

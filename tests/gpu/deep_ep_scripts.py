@@ -4,7 +4,8 @@ Replaced are ``init_dist``, which DeepEP lets users rewrite, since ranks may sha
 pressure test, 1 instead of a billion; and the 100 s after which a rank is masked. DeepEP's reference of its calls and
 its generator of routings (``deep_ep/utils/refs.py`` and ``gate.py``) come from the checkout.
 
-On CPUs a script's "cuda" means the CPU, CUDA's events keep the host's time, and kernels are not timed.
+On CPUs a script's "cuda" means the CPU, CUDA's events keep the host's time, kernels are not timed, and a network adapter
+is said to be there.
 """
 
 from __future__ import annotations
@@ -65,6 +66,8 @@ def run(
     replaced: dict[str, Callable[..., Any]] = {"init_dist": init_dist}
     if not timed or device.type == "cpu":
         replaced |= {"bench": _called_once, "bench_kineto": _called_once_by_name}
+    if device.type == "cpu":
+        replaced["get_rdma_gbs"] = lambda: 50.0
     sys.path.insert(0, str(script.parent))
     of_1_x = (script.parent / "utils.py").exists()
     utils = script.parents[2] / "deep_ep" / "utils"

@@ -82,7 +82,7 @@ ONE_NODE_CASES = [
     (test_layouts._twice, (2, 2)),
     (test_combine._float32_sums, (2, 2)),
     (test_combine._bias, (2, 2)),
-    (test_combine._starts_from_the_bias, (2, 1)),
+    (test_combine.starts_from_the_bias, (2, 1)),
     (test_combine._weights_of_absent_experts, (2, 1)),
     (test_combine._rows_not_to_read, (2, 2)),
     (test_combine._another_dtype, (2, 1)),

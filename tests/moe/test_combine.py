@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -77,11 +78,14 @@ def test_bias_is_added_once_to_every_token(size: int) -> None:
     on_ranks(size, _bias)
 
 
-def _starts_from_the_bias(rank: int, size: int) -> None:
+WIDTHS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+def starts_from_the_bias(rank: int, size: int, dtypes: Sequence[torch.dtype] = WIDTHS) -> None:
     """Each rank holds one expert of each token, so a sum has one term of each rank, in their order."""
-    T, H = 37, 1032
+    T, H = 37, 2056
     ids = torch.arange(size).expand(T, size).contiguous()
-    for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
+    for dtype in dtypes:
         wide = torch.float64 if dtype is torch.float64 else torch.float32
         case = Case(tokens=(T,) * size, num_experts=size, topk=size, hidden=H, dtype=dtype)
         generator = torch.Generator().manual_seed(5)
@@ -106,7 +110,7 @@ def _starts_from_the_bias(rank: int, size: int) -> None:
 
 @pytest.mark.parametrize("size", [1, 3])
 def test_a_sum_starts_from_the_bias_which_may_be_as_wide_as_sums(size: int) -> None:
-    on_ranks(size, _starts_from_the_bias)
+    on_ranks(size, starts_from_the_bias)
 
 
 def _weights_of_absent_experts(rank: int, size: int) -> None:
