@@ -4,8 +4,8 @@ Replaced are ``init_dist``, which DeepEP lets users rewrite, since ranks may sha
 pressure test, 1 instead of a billion; and the 100 s after which a rank is masked. DeepEP's reference of its calls and
 its generator of routings (``deep_ep/utils/refs.py`` and ``gate.py``) come from the checkout.
 
-On CPUs a script's "cuda" means the CPU, CUDA's events keep the host's time, kernels are not timed, and a network adapter
-is said to be there.
+On CPUs a script's "cuda" means the CPU, CUDA's events keep the host's time, and kernels are not timed. The rate of the
+network adapter, which the pipeline test divides by, is given.
 """
 
 from __future__ import annotations
