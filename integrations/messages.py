@@ -18,14 +18,19 @@ _Key = tuple[str, dist.ProcessGroup, torch.device]
 _lock = threading.Lock()
 
 
-class _Slot:
-    """The object of one key, made at its first use. made: once `is_made`, None if the framework serves the group."""
+class _Entry:
+    """The object of one key, which is made at its first use.
+
+    Attributes:
+        made: the object. If it is None and `is_made` is set, the framework serves the group.
+        lock: is held while the object is made. Other threads may make objects of other keys in another order.
+    """
 
     made: SendReceive | None = None
     is_made = is_closed = False
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()  # of its own: other threads may make those of other groups in another order
+        self.lock = threading.Lock()
 
     def close(self) -> None:
         with self.lock:
@@ -34,17 +39,18 @@ class _Slot:
                 self.made.close()
 
 
-_slots: dict[_Key, _Slot] = {}
+_entries: dict[_Key, _Entry] = {}
 
 
 def messages_of(name: str, group: dist.ProcessGroup | None, tensor: torch.Tensor) -> SendReceive | None:
-    """The object through which the integration `name` sends `tensor` over `group`, or None: it is left to the
-    framework. Collective over the group, or the default group, at its first use with the device of the tensor.
+    """Returns the object through which the integration `name` sends `tensor` over `group`; None if the framework sends.
 
-    ep_plugin leaves devices that are neither CPUs nor GPUs, and GPUs whose group spans nodes or is not served; a
-    warning says so once, on rank 0 of the job for its groups. It would send between nodes through NCCL, which
-    matches messages in the order of the calls, and that of the framework may differ. For CPUs it leaves groups that
-    are not served only where the framework takes its place (fallback.py).
+    The first call with a group (None: the default group) and a device is collective over the group.
+
+    The framework sends between devices that are neither CPUs nor GPUs. It sends between GPUs if the group spans nodes
+    or is not served, and a warning says so once: NCCL matches messages between nodes in the order of the calls, and the
+    framework's order may differ from ours. It sends between CPUs if the group is not served and the framework may take
+    our place (fallback.py).
     """
     if not isinstance(tensor, torch.Tensor):
         raise ValueError(f"tensor of a message: expected a tensor, got {type(tensor).__name__}")
@@ -54,15 +60,15 @@ def messages_of(name: str, group: dist.ProcessGroup | None, tensor: torch.Tensor
     assert group is not None
     key = name, group, tensor.device
     with _lock:
-        slot = _slots.get(key)
-        gone = [] if slot else [_slots.pop(one) for one in list(_slots) if not is_alive(one[1])]
-        slot = slot or _slots.setdefault(key, _Slot())
+        entry = _entries.get(key)
+        gone = [] if entry else [_entries.pop(one) for one in list(_entries) if not is_alive(one[1])]
+        entry = entry or _entries.setdefault(key, _Entry())
     _close(gone)
-    with slot.lock:
-        if not slot.is_closed:
-            if not slot.is_made:
-                slot.made, slot.is_made = _made(name, group, tensor.device), True
-            return slot.made
+    with entry.lock:
+        if not entry.is_closed:
+            if not entry.is_made:
+                entry.made, entry.is_made = _made(name, group, tensor.device), True
+            return entry.made
     return messages_of(name, group, tensor)  # another thread has closed it meanwhile
 
 
@@ -91,12 +97,12 @@ def _warn(name: str, group: dist.ProcessGroup, why: str) -> None:
 def close_all(name: str) -> None:
     """Closes the objects of the integration `name`. Their groups get new ones at the next use."""
     with _lock:
-        closing = [_slots.pop(key) for key in list(_slots) if key[0] == name]
+        closing = [_entries.pop(key) for key in list(_entries) if key[0] == name]
     _close(closing)
 
 
-def _close(slots: list[_Slot]) -> None:
+def _close(entries: list[_Entry]) -> None:
     """Closes all, also if one raises."""
     with contextlib.ExitStack() as stack:
-        for slot in slots:
-            stack.callback(slot.close)
+        for entry in entries:
+            stack.callback(entry.close)

@@ -52,14 +52,14 @@ class Kernels:
     def reduce_scatter(self, args: Arguments) -> None:
         self.most_summed_by = max(self.most_summed_by, args.num_ctas)
         rank, ranks = args.comm.rank, range(args.comm.num_ranks)
-        step = _C.channel_slots_bytes(len(ranks), 1) // len(ranks) // 16 * 16  # of each rank
+        step = _C.channel_cells_bytes(len(ranks), 1) // len(ranks) // 16 * 16  # of each rank
         for begin in range(0, args.bytes, step):
             nbytes = min(step, args.bytes - begin)
             dist.barrier(self._group)
             for peer in ranks:
-                ctypes.memmove(args.slots[peer] + rank * step, args.inputs[peer] + begin, nbytes)
+                ctypes.memmove(args.cells[peer] + rank * step, args.inputs[peer] + begin, nbytes)
             dist.barrier(self._group)
-            self._sum([args.slots[rank] + source * step for source in ranks], args.output + begin, nbytes, args)
+            self._sum([args.cells[rank] + source * step for source in ranks], args.output + begin, nbytes, args)
 
     def small_exchange(self, args: Arguments) -> None:
         self.small_calls += 1
@@ -94,7 +94,7 @@ def as_on_gpus(made: Collective, path: str, per_node: int) -> Kernels:
     groups = [
         dist.new_group(list(range(first, first + per_node))) for first in range(0, dist.get_world_size(), per_node)
     ]
-    names = ("place_word", "staging_block", "Step", "small_words_bytes", "channel_slots_bytes")
+    names = ("place_word", "staging_block", "Step", "small_words_bytes", "channel_cells_bytes")
     names += ("post_call",)
     arguments = ("AllGatherArgs", "ReduceScatterArgs", "SmallExchangeArgs")
     stand_in = SimpleNamespace(**dict.fromkeys(arguments, Arguments), **{name: getattr(_C, name) for name in names})

@@ -1,6 +1,6 @@
 """HierarchicalReduceScatter: the sum of all ranks' shards for this one, in a fixed order.
 
-Inside a node CPU ranks read each other's inputs in peer memory, and GPU ranks send shards through slots. Sums are kept
+Inside a node CPU ranks read each other's inputs in peer memory, and GPU ranks send shards through cells. Sums are kept
 in float32 and added in rank order. Across nodes the all-gather runs backwards: the ranks of a node sum their shards for
 a rank of another node, and the rank with its local index sends the sum there, `(N - 1) * shard` bytes per rank. The
 sums of the nodes are rounded to the dtype before they are sent, and added in float32 in node order. The same inputs
@@ -52,7 +52,7 @@ class HierarchicalReduceScatter(Collective):
         Args:
             group, num_buffers, path: as for HierarchicalAllGather.
             sms: on GPUs, the most SMs that sums above 1 MiB use: 1 to 64, the same on all ranks. Fewer SMs leave more
-                to compute beside them and need less memory for slots (docs/collectives.md).
+                to compute beside them and need less memory for cells (docs/collectives.md).
 
         Raises:
             ValueError: `sms` is not an integer from 1 to 64.

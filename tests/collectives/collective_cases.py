@@ -13,7 +13,7 @@ from ep_plugin import HierarchicalAllGather, HierarchicalReduceScatter
 from ep_plugin.collectives.base import Collective
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
-# Elements of a shard: one byte to many chunks, on and beside the sizes of slots and rail chunks.
+# Elements of a shard: one byte to many chunks, on and beside the sizes of cells and rail chunks.
 SIZES = (1, 3, 16, 129, 4097, 65536, 262143, 600_001)
 DTYPES = (torch.uint8, torch.bool, torch.int16, BF16, FP32, FP64, torch.complex64, torch.float8_e4m3fn)
 

@@ -29,7 +29,7 @@ def _on_a_device(made: Collective, path: str = "copy_engine") -> Collective:
     as_on_gpus(made, path, dist.get_world_size())
     engine = made.engine_on(torch.device("cpu"))
     engine.kernels = _Device()
-    for name in ("words", "staging" if engine.gathers else "slots"):
+    for name in ("words", "staging" if engine.gathers else "cells"):
         engine.inside._workspace(name, 1 << 20)  # the first operation that needs it meets the others
     dist.barrier()  # and a rank that is still in there would hear of what the others do next
     return made

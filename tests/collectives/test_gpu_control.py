@@ -208,11 +208,11 @@ def _works_late(rank: int) -> None:
         _makes_first(of_gather, "words", lambda: gather(gathered, few))
         _makes_first(of_scatter, "words", lambda: scatter(total, few))
         many, large = torch.full((2 * COUNTS[-1],), rank + 1.0), torch.empty(COUNTS[-1])
-        _makes_first(of_scatter, "slots", lambda: scatter(large, many))
+        _makes_first(of_scatter, "cells", lambda: scatter(large, many))
         assert total.tolist() == [3.0, 3.0] and bool((large == 3.0).all())
 
 
-def test_words_and_slots_are_made_when_they_are_needed() -> None:
+def test_words_and_cells_are_made_when_they_are_needed() -> None:
     values(run_ranks(2, _works_late))
 
 

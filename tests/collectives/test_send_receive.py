@@ -38,7 +38,7 @@ SIZES = (0, 1, 3, 129, 4097, 65_536, 65_537, 200_001, LANE, 3 * LANE + 5)
 TEN, SQUARE = torch.arange(10.0), torch.ones(2, 2)
 
 
-# Long payloads repeat after so many bytes. It divides no lane's size, so a slot holds other bytes in each round.
+# Long payloads repeat after so many bytes. It divides no lane's size, so a cell holds other bytes in each round.
 _PERIOD = 4 * MIB - 17
 
 

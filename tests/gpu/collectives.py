@@ -94,10 +94,10 @@ def scatters(rank: int, size: int, per_node: int, path: str = "auto", backend: s
 
 
 def scatters_of_two_streams(rank: int, size: int, rounds: int) -> int:
-    """Sums of two streams in turn, one of which is often busy: all go through the same slots."""
+    """Sums of two streams in turn, one of which is often busy: all go through the same cells."""
     device = device_of(rank)
     torch.cuda.set_device(device)
-    count = 5 << 20  # each slot is used some times
+    count = 5 << 20  # each cell is used some times
     streams = [torch.cuda.Stream(device) for _ in range(2)]
     wholes = [torch.empty(size * count, device=device) for _ in streams]
     outs = [_poisoned(count, FP32, device) for _ in streams]
@@ -145,7 +145,7 @@ def replayed(rank: int, size: int, path: str) -> int:
         whole = scatter.allocate(size * count, FP32, device)
         other = gather.allocate(size * 64, FP32, device)
         mine, total = torch.zeros(count, device=device), torch.zeros(count, device=device)
-        # More chunks than there are slots, in all lanes; the eager one has fewer lanes, or goes by words with flags.
+        # More chunks than there are cells, in all lanes; the eager one has fewer lanes, or goes by words with flags.
         large, of_large = torch.zeros(size << 22, device=device), torch.zeros(1 << 22, device=device)
         eager, of_eager = torch.zeros(size * 70_001, device=device), torch.zeros(70_001, device=device)
 
@@ -357,7 +357,7 @@ def survive(rank: int, path: str, victim: int, behind: int = 0) -> tuple[int | N
     torch.cuda.set_device(device)
     group = dist.new_group(timeout=datetime.timedelta(seconds=DEADLINE_S))
     made: Any
-    if path == "sum":  # more chunks than there are slots
+    if path == "sum":  # more chunks than there are cells
         made, count = HierarchicalReduceScatter(group), 8 << 20
         out, given = torch.empty(count, device=device), torch.ones(group.size() * count, device=device)
     else:

@@ -42,7 +42,7 @@ def test_ranks_that_disagree_are_told(kinds: tuple[str, str]) -> None:
 
 @pytest.mark.gpu(1)
 @pytest.mark.parametrize("size", [2, 3])
-def test_reduce_scatters_of_two_streams_take_turns_in_their_slots(size: int) -> None:
+def test_reduce_scatters_of_two_streams_take_turns_in_their_cells(size: int) -> None:
     values(run_ranks(size, collectives.scatters_of_two_streams, size, 20, timeout_s=100))
 
 

@@ -300,7 +300,7 @@ def _outlives_a_wrapper(rank: int) -> None:
         schedules._wait_batch_p2p(schedules._batch_p2p(ops))
         assert out.tolist() == [1.0] * 3 and counts.num_served["pipelining"] == served
         pipelining.disable()
-    assert not messages._slots
+    assert not messages._entries
 
 
 def test_others_may_wrap_the_function() -> None:

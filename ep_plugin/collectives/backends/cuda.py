@@ -1,7 +1,7 @@
 """Inside a node on GPUs: everything is enqueued on the caller's stream, and the host waits for nothing.
 
 Operations of one communicator on several streams run in the order of their calls. Ranks push shards into their peers'
-outputs; outputs that peers have not mapped go through a staging block, piece by piece. Sums travel through slots that
+outputs; outputs that peers have not mapped go through a staging block, piece by piece. Sums travel through cells that
 every rank has for every other, so no input is mapped. Small shards go as words with flags. `paths.py` chooses.
 
 Hosts compare the calls of all ranks as they are made. In CUDA graphs the kernels compare them; copy engines compare
@@ -70,7 +70,7 @@ class CudaNode:
     def close(self) -> None: ...
 
     def _workspace(self, name: str, nbytes: int) -> tuple[int, ...]:
-        """Where each rank's memory of this name is. It is made when an operation first needs it; then collective."""
+        """Returns the address of each rank's memory of this name. Makes it, collectively, when it is first needed."""
         if name not in self._workspaces:
             self._refuse_first_in_graph(name)
             self._workspaces[name] = self._node.memory.allocate(nbytes, name)
@@ -96,8 +96,11 @@ class CudaNode:
     def _exchange_words(
         self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], element: int, scale: float
     ) -> None:
-        """inputs: this rank's shard for each rank. outputs: one for each rank's shard, or all this rank's sum.
-        element: -1 for a gather."""
+        """Gathers or sums small shards as words with flags.
+
+        inputs: for each rank, the shard that this rank sends it. outputs: for each rank, where its shard goes; a sum
+        repeats its one output. element: the dtype of a sum, -1 for a gather.
+        """
         node, nbytes = self._node, inputs[0].numel()
         words = self._workspace("words", _C.small_words_bytes(node.node_size))
         args = _C.SmallExchangeArgs(
@@ -136,7 +139,7 @@ class CudaSumNode(CudaNode):
                 element=element,
                 num_ctas=paths.scatter_sms(node.path, nbytes, node.node_size, node.sum_sms),
             )
-            args.set_slots(list(self._workspace("slots", _C.channel_slots_bytes(node.node_size, node.sum_sms))))
+            args.set_cells(list(self._workspace("cells", _C.channel_cells_bytes(node.node_size, node.sum_sms))))
             self._keep((nbytes, element, scale), args)
         args.set_inputs(addresses_of(shards))
         args.output = out.data_ptr()
@@ -145,8 +148,8 @@ class CudaSumNode(CudaNode):
 
 
 class CudaGatherNode(CudaNode):
-    """Gathers: copy engines or a kernel push. All ranks pass outputs at the same place of the same block, or all pass
-    other memory."""
+    """Gathers, by copy engines or by a kernel that pushes. All ranks pass outputs at the same place of the same block,
+    or all pass memory that is in no block."""
 
     def __init__(self, node: Node, streams: CallerStreams) -> None:
         super().__init__(node, streams)
@@ -187,7 +190,7 @@ class CudaGatherNode(CudaNode):
             self._push(*launch)
 
     def _staged(self, shard: torch.Tensor, outputs: Sequence[torch.Tensor]) -> list[tuple[Any, Sequence[int]]]:
-        """The launches of a gather through the staging blocks, one for each piece."""
+        """Returns the launches of a gather through the staging blocks, one for each piece of the shard."""
         node, staging = self._node, self._workspace("staging", paths.STAGING_BYTES)
         step = paths.staged_bytes(node.node_size)
         launches = []
@@ -208,7 +211,7 @@ class CudaGatherNode(CudaNode):
             blocks.keep_if_captured(block)
 
     def _kept_launch(self, key: tuple[Any, ...]) -> tuple[Any, Sequence[int]] | None:
-        """What an earlier call with the same memory launched. A capture makes its launches anew."""
+        """Returns the launch of an earlier call with the same memory, if it is kept. A capture makes new launches."""
         if self._changes != self._node.blocks.changes:
             self._kept.clear()
             self._changes = self._node.blocks.changes
@@ -223,8 +226,10 @@ class CudaGatherNode(CudaNode):
         place: int,
         staging: int = 0,
     ) -> tuple[Any, Sequence[int]]:
-        """The kernel's arguments except its stream and number, and the addresses that peers write to on this rank.
-        staging: this rank's staging block if the shard goes through it."""
+        """Returns the kernel's arguments except its stream and number, and the addresses on this rank that peers write.
+
+        staging: the address of this rank's staging block if the shard goes through it, else 0.
+        """
         node, nbytes = self._node, shard.numel()
         targets[node.index] = 0  # this rank's shard is there
         args = _C.AllGatherArgs(

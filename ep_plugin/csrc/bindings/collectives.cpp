@@ -63,7 +63,7 @@ void bind_cuda_collectives(py::module_& m) {
       .def("set_targets", array_of(&AllGatherArgs::targets))
       .def("set_stream_words", array_of(&AllGatherArgs::stream_words))
       .def("set_outputs", array_of(&AllGatherArgs::outputs));
-  m.def("channel_slots_bytes", &channel_slots_bytes);
+  m.def("channel_cells_bytes", &channel_cells_bytes);
   Struct<ReduceScatterArgs>(m, "ReduceScatterArgs")
       .field("comm", &ReduceScatterArgs::comm)
       .field("output", &ReduceScatterArgs::output)
@@ -73,7 +73,7 @@ void bind_cuda_collectives(py::module_& m) {
       .field("num_ctas", &ReduceScatterArgs::num_ctas)
       .field("stream", &ReduceScatterArgs::stream)
       .def("set_inputs", array_of(&ReduceScatterArgs::inputs))
-      .def("set_slots", array_of(&ReduceScatterArgs::slots));
+      .def("set_cells", array_of(&ReduceScatterArgs::cells));
   m.attr("small_bytes") = kSmallBytes;
   m.def("small_words_bytes", &small_words_bytes);
   Struct<SmallExchangeArgs>(m, "SmallExchangeArgs")

@@ -1,8 +1,8 @@
 // All-gather and reduce-scatter inside a node: the layout of what ranks share in memory, and the kernels' arguments.
 // docs/collectives.md explains how they work.
 //
-//   CPU ranks     CollectiveControl, one per rank: shards move through its chunk slots, or stay in mapped blocks
-//   hosts         Requests and Call rings: hosts agree on blocks, and compare their calls
+//   CPU ranks     CollectiveControl, one per rank: shards move through its cells, or stay in blocks that peers map
+//   hosts         Requests and Call rings: hosts agree on blocks, and compare what they call
 //   GPU ranks     DeviceControl, one per rank: signals between CTAs, and counts of chunks. StreamWords: handshakes of
 //                 copy engines. FlaggedWord: small shards
 //
@@ -21,9 +21,9 @@
 
 namespace ep {
 
-constexpr int kSlots = 8;  // chunks that a rank may be ahead of its peers
-constexpr int64_t kSlotBytes = 256 * 1024;
-constexpr int kMaxPeerBlocks = 64;  // blocks of a communicator: one 64-bit word has a bit for each
+constexpr int kCells = 8;  // chunks that a rank may be ahead of its peers
+constexpr int64_t kCellBytes = 256 * 1024;
+constexpr int kMaxPeerBlocks = 64;  // of a communicator, so that one 64-bit word has a bit for each
 // A ring of requests must be longer than one host can be ahead of another. Each call ahead takes a block that the other
 // host has released, so a host is at most kMaxPeerBlocks calls ahead.
 constexpr int kRequests = 2 * kMaxPeerBlocks;
@@ -31,17 +31,16 @@ constexpr int kRequests = 2 * kMaxPeerBlocks;
 enum CollectiveOp : int64_t { kOpAllGather = 1, kOpReduceScatter = 2 };
 
 // --- CPU ranks -------------------------------------------------------------------------------------------------------
-// A piece is the contribution of one rank: its shard to a gather, or one shard for each rank to a sum. A piece in a
-// block is read where it lies. Any other piece is copied, chunk by chunk, through the chunk slots of its rank's control
-// block.
+// A piece is what one rank contributes: its shard to a gather, or one shard for each rank to a sum. A piece in a block
+// is read where it lies. Any other piece is copied, chunk by chunk, through the cells of its rank's control block.
 
 // Describes a rank's piece. It is posted with the first chunk. The first kPieceFields words must be equal on all ranks.
 struct PieceHeader {
   int64_t op;
   int64_t bytes;              // bytes of one shard
   int64_t element;            // Element of a sum, 0 for a gather
-  int64_t block;              // the block that has the piece, or -1: it goes through the chunk slots
-  int64_t offset[kMaxRanks];  // offset in the block: of the shard (gather), or of the shard for each rank (sum)
+  int64_t block;              // the block that has the piece, or -1: it goes through the cells
+  int64_t offset[kMaxRanks];  // in the block: of the shard (gather), or of the shard for each rank (sum)
 };
 constexpr int kPieceFields = 3;
 
@@ -55,13 +54,13 @@ struct CollectiveControl {
   alignas(128) uint64_t chunks;           // this rank's own: the chunks of all finished operations
   uint64_t operations;                    // this rank's own: finished operations
   // By the operation's number. A header is overwritten when no peer can still read it.
-  alignas(128) PieceHeader headers[kSlots];
-  alignas(128) char slots[kSlots][kSlotBytes];
+  alignas(128) PieceHeader headers[kCells];
+  alignas(128) char cells[kCells][kCellBytes];
 };
 
-// Bytes of a shard in one chunk. A chunk slot has one chunk of a gather, or one chunk for each rank of a sum.
-EP_HD constexpr int64_t gather_chunk_bytes() { return kSlotBytes; }
-EP_HD constexpr int64_t scatter_chunk_bytes(int ranks) { return kSlotBytes / ranks / 64 * 64; }
+// Bytes of a shard in one chunk. A cell has one chunk of a gather, or one chunk for each rank of a sum.
+EP_HD constexpr int64_t gather_chunk_bytes() { return kCellBytes; }
+EP_HD constexpr int64_t scatter_chunk_bytes(int ranks) { return kCellBytes / ranks / 64 * 64; }
 
 // A rank's piece, and the blocks in which peers' pieces may lie.
 struct Piece {
@@ -170,22 +169,21 @@ struct StreamWords {
 
 // --- GPU ranks: sums -------------------------------------------------------------------------------------------------
 // Shards move in chunks. The CTAs of one index on all ranks are a channel; it moves every num_ctas-th chunk. In each
-// channel, each rank has chunk slots for each source. Chunks are counted per channel, over all operations.
+// channel, each rank has cells for each source. Chunks are counted per channel, over all operations.
 constexpr int kMaxChannels = 64;
-constexpr int kMaxChannelSlots = 32;
-constexpr int64_t kSumRowBytes = 2048;  // bytes of a row, which a warp sums at a time
+constexpr int kMaxChannelCells = 32;
+constexpr int64_t kSumRowBytes = 2048;  // of a row, which a warp sums at a time
 constexpr int kMaxChunkRows = 8;
-constexpr int64_t kChannelSlotBytes = kMaxChunkRows * kSumRowBytes;
-// Chunk slots of a channel for each source: a power of two, fewer for more ranks.
-EP_HD constexpr int channel_slots(int ranks) {
-  return ranks <= 2 ? kMaxChannelSlots : ranks <= 4 ? 16 : ranks <= 8 ? 8 : 4;
+constexpr int64_t kChannelCellBytes = kMaxChunkRows * kSumRowBytes;
+// Cells of a channel for each source: a power of two, fewer for more ranks.
+EP_HD constexpr int channel_cells(int ranks) {
+  return ranks <= 2 ? kMaxChannelCells : ranks <= 4 ? 16 : ranks <= 8 ? 8 : 4;
 }
-EP_HD constexpr int64_t channel_slots_bytes(int ranks, int channels) {
-  return channels * (ranks - 1) * channel_slots(ranks) * kChannelSlotBytes;
+EP_HD constexpr int64_t channel_cells_bytes(int ranks, int channels) {
+  return channels * (ranks - 1) * channel_cells(ranks) * kChannelCellBytes;
 }
 
-// The number of chunks of a source that have arrived in a channel's chunk slots, and the properties that must be equal
-// on all ranks. One store writes both.
+// How many chunks of a source have arrived in a channel's cells, and what must be equal on all ranks. One store.
 struct alignas(16) ArrivedChunks {
   uint64_t chunks;
   uint64_t properties;  // see sum_word
@@ -203,7 +201,7 @@ EP_HD constexpr int64_t sum_element(uint64_t word) { return static_cast<int64_t>
 // counts of chunks are kept here, so that a CUDA graph that is replayed advances them.
 struct DeviceControl {
   alignas(128) CtaSignal cta_signals[kMaxCtas][kMaxRanks];
-  alignas(128) ArrivedChunks arrived[kMaxChannels][kMaxRanks];  // by source: in this rank's chunk slots
+  alignas(128) ArrivedChunks arrived[kMaxChannels][kMaxRanks];  // by source: in this rank's cells
   alignas(128) uint64_t consumed[kMaxChannels][kMaxRanks];      // by destination: chunks of this rank that it has read
   alignas(128) uint64_t chunks[kMaxChannels];                   // this rank's own: chunks of finished operations
   alignas(128) uint64_t epoch;  // this rank's own: operations by kernels that have finished
@@ -236,12 +234,12 @@ struct AllGatherArgs {
   Address stream;
 };
 
-// The fields of CpuReduceScatterArgs have the same meaning here. slots[r]: rank r's chunk slots,
-// [channels][num_ranks - 1 sources][channel_slots], with num_ctas channels or more.
+// As CpuReduceScatterArgs. cells[r]: rank r's cells, [channels][num_ranks - 1 sources][channel_cells], with num_ctas
+// channels or more.
 struct ReduceScatterArgs {
   Comm comm;  // control: DeviceControl of each rank
   Address inputs[kMaxRanks];
-  Address slots[kMaxRanks];
+  Address cells[kMaxRanks];
   Address output;
   int64_t bytes;  // bytes of a shard
   double scale;

@@ -1,14 +1,14 @@
 // Send and receive inside a node: the layout of the memory in which messages travel.
 //
 // Words of this file:
-//   channel       messages of one source, destination and channel arrive in the order of their sends
-//   message slot  memory for one chunk of a message
-//   lane          the way of one source and channel to this rank, in this rank's memory: message slots that form a ring
-//   chunk         the part of a message that fits into a message slot. A message has at least one chunk, also if it has
-//                 no bytes. Chunks are counted over all messages of a lane
+//   channel  messages of one source, destination and channel arrive in the order of their sends
+//   lane     the way of one source and channel to this rank, in this rank's memory: cells that form a ring
+//   cell     the place of one chunk in a lane
+//   chunk    the part of a message that fits into a cell. A message has at least one chunk, also if it has no bytes.
+//            Chunks are counted over all messages of a lane
 //
-// Memory order. The source writes a message slot, then `sent` with release order. The receiver reads the message slot,
-// then writes `consumed` with release order. Both words only grow.
+// Memory order. The source writes a cell, then `sent` with release order. The receiver reads the cell, then writes
+// `consumed` with release order. Both words only grow.
 #pragma once
 #include <cstdint>
 
@@ -18,8 +18,8 @@
 namespace ep {
 
 constexpr int kMaxMessageChannels = 16;
-constexpr int kLaneSlots = 16;
-constexpr int64_t kLaneSlotBytes = 64 * 1024;
+constexpr int kLaneCells = 16;
+constexpr int64_t kLaneCellBytes = 64 * 1024;
 
 // On CPUs every chunk carries its message's header. The receiver compares it with what it expects before it writes
 // anything.
@@ -29,15 +29,15 @@ struct MessageHeader {
   int64_t dtype;    // a number for each dtype of torch and order of dimensions
 };
 
-struct alignas(128) LaneSlot {
+struct alignas(128) LaneCell {
   MessageHeader header;
-  alignas(64) char data[kLaneSlotBytes];
+  alignas(64) char data[kLaneCellBytes];
 };
 
 struct Lane {
   alignas(128) uint64_t sent;      // chunks that the source has written
   alignas(128) uint64_t consumed;  // chunks that the receiver has read
-  LaneSlot slots[kLaneSlots];
+  LaneCell cells[kLaneCells];
 };
 
 // Lets a peer wake a rank that sleeps until something arrives, or until there is room.
@@ -73,26 +73,25 @@ enum MessageField : int { kMessageBytes = 0, kMessageDtype = 1, kMessageNumber =
 // part counts its own chunks. `written` and `read` are in device memory so that a CUDA graph that is replayed advances
 // them.
 constexpr int kMessageParts = 32;
-constexpr int kPartSlots = 16;
-constexpr int64_t kPartSlotBytes = 16 * 1024;
+constexpr int kPartCells = 16;
+constexpr int64_t kPartCellBytes = 16 * 1024;
 constexpr int64_t kLeastChunkBytes = 4 * 1024;
 
 // Each rank has these words for each peer, channel and part. They start as zeros, and only grow.
 struct PartWords {
-  alignas(128) uint64_t sent;      // by the peer: its chunks in this rank's message slots
+  alignas(128) uint64_t sent;      // by the peer: its chunks in this rank's cells
   alignas(128) uint64_t consumed;  // by the peer: this rank's chunks that it has read
-  alignas(128) uint64_t written;   // this rank's own: its chunks in the peer's message slots
+  alignas(128) uint64_t written;   // this rank's own: its chunks in the peer's cells
   uint64_t read;                   // this rank's own: the peer's chunks that it has read
 };
 
-// A rank's memory has [num_channels][num_ranks] of these: the words that it shares with a rank, and the message slots
-// into which that rank writes. In each part of a message, the first message slot has the message's header, without the
-// number. The receiver compares the header with the expected one before it reads anything. Message slots that the parts
-// fill at the same time lie next to each other.
+// A rank's memory has [num_channels][num_ranks] of these: the words that it shares with a peer, and the cells that the
+// peer fills. In each part of a message the first cell has the message's header, without its number. The receiver
+// compares it with what it expects before it reads anything. Cells that parts fill at the same time lie side by side.
 struct DeviceLane {
   PartWords words[kMessageParts];
-  alignas(128) MessageHeader headers[kPartSlots][kMessageParts];
-  alignas(128) char slots[kPartSlots][kMessageParts][kPartSlotBytes];
+  alignas(128) MessageHeader headers[kPartCells][kMessageParts];
+  alignas(128) char cells[kPartCells][kMessageParts][kPartCellBytes];
 };
 
 EP_HD constexpr int64_t device_message_memory_bytes(int num_ranks, int num_channels) {
@@ -107,7 +106,7 @@ struct MessageCut {
 };
 EP_HD constexpr MessageCut cut_message(int64_t bytes) {
   const int64_t equal = align_up(ceil_div(bytes, kMessageParts), kLeastChunkBytes);
-  const int64_t chunk = equal < kLeastChunkBytes ? kLeastChunkBytes : equal < kPartSlotBytes ? equal : kPartSlotBytes;
+  const int64_t chunk = equal < kLeastChunkBytes ? kLeastChunkBytes : equal < kPartCellBytes ? equal : kPartCellBytes;
   const int64_t chunks = bytes == 0 ? 1 : ceil_div(bytes, chunk);
   return MessageCut{chunk, chunks, static_cast<int>(chunks < kMessageParts ? chunks : kMessageParts)};
 }

@@ -6,7 +6,7 @@ namespace ep::cpu {
 
 namespace {
 
-// One gather. It moves any chunk that can move: this rank's next chunk into a slot, or a peer's next chunk to its
+// One gather. It moves any chunk that can move: this rank's next chunk into a cell, or a peer's next chunk to its
 // output.
 class AllGather {
  public:
@@ -40,9 +40,9 @@ class AllGather {
 
  private:
   bool post_next() {
-    if (posted_ == pieces_.count() || !pieces_.slot_is_free(posted_)) return false;
+    if (posted_ == pieces_.count() || !pieces_.cell_is_free(posted_)) return false;
     if (pieces_.staged()) {
-      copy_bytes(pieces_.slot(posted_), at<char>(args_.input, pieces_.begin_of(posted_)), pieces_.bytes_of(posted_));
+      copy_bytes(pieces_.cell(posted_), at<char>(args_.input, pieces_.begin_of(posted_)), pieces_.bytes_of(posted_));
       ++posted_;
     } else {
       posted_ = pieces_.count();

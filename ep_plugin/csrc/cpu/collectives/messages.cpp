@@ -124,7 +124,7 @@ class MessageQueues : public std::enable_shared_from_this<MessageQueues> {
 
   // What the queue waits for: the number of chunks that the peer has read, or has written.
   uint64_t awaited(const Queue& queue) const {
-    return queue.receives ? queue.chunks + 1 : queue.chunks + 1 - std::min<uint64_t>(queue.chunks + 1, kLaneSlots);
+    return queue.receives ? queue.chunks + 1 : queue.chunks + 1 - std::min<uint64_t>(queue.chunks + 1, kLaneCells);
   }
   static uint64_t seen(const Queue& queue) { return load(queue.receives ? queue.lane->sent : queue.lane->consumed); }
 
@@ -134,15 +134,15 @@ class MessageQueues : public std::enable_shared_from_this<MessageQueues> {
     for (; chunks < kChunksAtATime && !queue.open.empty() && seen(queue) >= awaited(queue); ++chunks) {
       const Open& first = queue.open.front();
       const Message& message = first.message;
-      LaneSlot& slot = queue.lane->slots[queue.chunks % kLaneSlots];
-      const int64_t bytes = std::min(message.bytes - queue.moved, kLaneSlotBytes);
+      LaneCell& cell = queue.lane->cells[queue.chunks % kLaneCells];
+      const int64_t bytes = std::min(message.bytes - queue.moved, kLaneCellBytes);
       if (queue.receives) {
-        if (!check(queue, slot.header)) return true;
-        copy_bytes(at<char>(message.data, queue.moved), slot.data, bytes);
+        if (!check(queue, cell.header)) return true;
+        copy_bytes(at<char>(message.data, queue.moved), cell.data, bytes);
         signal(&queue.lane->consumed, ++queue.chunks);
       } else {
-        slot.header = MessageHeader{queue.number + 1, message.bytes, message.dtype};
-        copy_bytes(slot.data, at<char>(message.data, queue.moved), bytes);
+        cell.header = MessageHeader{queue.number + 1, message.bytes, message.dtype};
+        copy_bytes(cell.data, at<char>(message.data, queue.moved), bytes);
         signal(&queue.lane->sent, ++queue.chunks);
       }
       queue.moves = ++moves_;

@@ -18,7 +18,7 @@ Pieces::Pieces(const Run& run, const Piece& piece, CollectiveOp op, int64_t elem
       chunk_bytes_(chunk_bytes),
       count_(std::max<int64_t>(1, ceil_div(piece.bytes, chunk_bytes))),
       base_(control_of(run.comm, run.comm.rank).chunks),
-      header_index_(control_of(run.comm, run.comm.rank).operations % kSlots) {}
+      header_index_(control_of(run.comm, run.comm.rank).operations % kCells) {}
 
 int Pieces::slowest_reader() const {
   const CollectiveControl& mine = control_of(comm_, comm_.rank);
@@ -32,17 +32,17 @@ int Pieces::slowest_reader() const {
   return slowest;
 }
 
-bool Pieces::slot_is_free(int64_t chunk) const {
+bool Pieces::cell_is_free(int64_t chunk) const {
   const uint64_t needed = base_ + static_cast<uint64_t>(chunk) + 1;
-  if (needed <= kSlots) return true;
+  if (needed <= kCells) return true;
   const CollectiveControl& mine = control_of(comm_, comm_.rank);
   for (int r = 0; r < comm_.num_ranks; ++r)
-    if (r != comm_.rank && load(mine.consumed[r].value) < needed - kSlots) return false;
+    if (r != comm_.rank && load(mine.consumed[r].value) < needed - kCells) return false;
   return true;
 }
 
-char* Pieces::slot(int64_t chunk) const {
-  return control_of(comm_, comm_.rank).slots[(base_ + static_cast<uint64_t>(chunk)) % kSlots];
+char* Pieces::cell(int64_t chunk) const {
+  return control_of(comm_, comm_.rank).cells[(base_ + static_cast<uint64_t>(chunk)) % kCells];
 }
 
 void Pieces::post(int64_t end) {
@@ -70,12 +70,12 @@ bool Pieces::check_header(int source, const PieceHeader& theirs) const {
   return true;
 }
 
-const char* Pieces::bytes_from(int source, int dest, int64_t chunk, int64_t slot_offset) const {
+const char* Pieces::bytes_from(int source, int dest, int64_t chunk, int64_t cell_offset) const {
   const CollectiveControl& theirs = control_of(comm_, source);
   const PieceHeader& header = theirs.headers[header_index_];
   if (!check_header(source, header)) return nullptr;
   const int64_t block = header.block, offset = header.offset[dest];
-  if (block < 0) return theirs.slots[(base_ + static_cast<uint64_t>(chunk)) % kSlots] + slot_offset;
+  if (block < 0) return theirs.cells[(base_ + static_cast<uint64_t>(chunk)) % kCells] + cell_offset;
   const Address from = block < piece_.num_blocks ? at<Address>(piece_.blocks)[block * kMaxRanks + source] : 0;
   if (from == 0) return fail(comm_, kBadData, run_.step, source, 0, piece_.num_blocks, block), nullptr;
   const int64_t limit = at<int64_t>(piece_.block_bytes)[block] - piece_.bytes;
@@ -95,7 +95,7 @@ bool Pieces::keep_waiting_for(Deadline& deadline, int source, int64_t chunk) con
 bool Pieces::keep_waiting_for_reader(Deadline& deadline, int64_t chunk) const {
   const int slowest = slowest_reader();
   const uint64_t needed = base_ + static_cast<uint64_t>(chunk) + 1;
-  return deadline.keep_waiting(run_, slowest, needed > kSlots ? needed - kSlots : 0,
+  return deadline.keep_waiting(run_, slowest, needed > kCells ? needed - kCells : 0,
                                load(control_of(comm_, comm_.rank).consumed[slowest].value));
 }
 

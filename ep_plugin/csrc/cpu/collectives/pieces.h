@@ -1,7 +1,7 @@
 // How CPU ranks of one node read each other's pieces, chunk by chunk, in the order in which they become available.
 //
-// A rank posts chunks: it stores the count of its available chunks. Peers read a chunk in the owner's slots, or in its
-// block, and store how many chunks they have read. A slot is used again when all peers have read its chunk. Counts go
+// A rank posts chunks: it stores the count of its available chunks. Peers read a chunk in the owner's cells, or in its
+// block, and store how many chunks they have read. A cell is used again when all peers have read its chunk. Counts go
 // on over all operations.
 // Buffers. CollectiveControl in common/collectives.h.
 // Memory order. Counts are stored with release order and loaded with acquire order, so a chunk's bytes are there when
@@ -36,16 +36,16 @@ class Pieces {
   int64_t bytes_of(int64_t chunk) const { return std::min(chunk_bytes_, piece_.bytes - begin_of(chunk)); }
   bool staged() const { return piece_.block < 0; }
 
-  // Whether all peers have read the chunk that used this chunk's slot before.
-  bool slot_is_free(int64_t chunk) const;
-  char* slot(int64_t chunk) const;
+  // Whether all peers have read the chunk that used this chunk's cell before.
+  bool cell_is_free(int64_t chunk) const;
+  char* cell(int64_t chunk) const;
   // Makes the chunks before `end` available to peers. The first call also posts the PieceHeader.
   void post(int64_t end);
 
   bool is_posted(int source, int64_t chunk) const;
-  // The address of this chunk of `source`'s shard for rank `dest`; null after a fault. In a slot, the chunk begins at
-  // `slot_offset`.
-  const char* bytes_from(int source, int dest, int64_t chunk, int64_t slot_offset) const;
+  // The address of this chunk of `source`'s shard for rank `dest`; null after a fault. In a cell, the chunk begins at
+  // `cell_offset`.
+  const char* bytes_from(int source, int dest, int64_t chunk, int64_t cell_offset) const;
   // Signals to `source` that this rank has read its chunks before `end`.
   void consume(int source, int64_t end) const;
 

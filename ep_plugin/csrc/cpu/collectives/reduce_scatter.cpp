@@ -56,11 +56,11 @@ class ReduceScatter {
 
  private:
   bool post_next() {
-    if (posted_ == pieces_.count() || !pieces_.slot_is_free(posted_)) return false;
+    if (posted_ == pieces_.count() || !pieces_.cell_is_free(posted_)) return false;
     if (pieces_.staged()) {
       for (int r = 0; r < comm_.num_ranks; ++r)
         if (r != comm_.rank)
-          copy_bytes(pieces_.slot(posted_) + r * part_, at<char>(args_.inputs[r], pieces_.begin_of(posted_)),
+          copy_bytes(pieces_.cell(posted_) + r * part_, at<char>(args_.inputs[r], pieces_.begin_of(posted_)),
                      pieces_.bytes_of(posted_));
       ++posted_;
     } else {

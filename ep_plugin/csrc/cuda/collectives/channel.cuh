@@ -1,15 +1,15 @@
-// A channel of a reduce-scatter: the CTAs of one index on all ranks, their slots, and the counts of chunks in them.
+// A channel of a reduce-scatter: the CTAs of one index on all ranks, their cells, and the counts of chunks in them.
 //
 // Roles. The warps of a CTA share counters in shared memory. The send-signal warp signals to each rank how many chunks
-// have arrived in its slots, and reads how many slots are free there. The receive-signal warp reads how many chunks
+// have arrived in its cells, and reads how many cells are free there. The receive-signal warp reads how many chunks
 // have arrived here, and signals to all ranks how many of them have been read. reduce_scatter.cu has the other warps.
-// Buffers. slots[owner] is [channel][source][slot]; a slot is one chunk. Chunks are counted over all operations of the
-// communicator. A chunk's slot is its number modulo the number of slots.
+// Buffers. cells[owner] is [channel][source][cell]; a cell is one chunk. Chunks are counted over all operations of the
+// communicator. A chunk's cell is its number modulo the number of cells.
 // Memory order. A chunk's bulk store is complete before the chunk is counted, with release order in the CTA (plain
 // path: lanes store, then join). The send-signal warp acquires the count, fences once at system scope for all chunks,
 // and stores the words. The peer's receive-signal warp acquires them at system scope and releases them in its CTA,
 // where summing warps acquire them. The way back is the same: reads end before they are counted. A system fence waits
-// for everything that its SM has in flight, so both warps fence as rarely as the number of slots allows.
+// for everything that its SM has in flight, so both warps fence as rarely as the number of cells allows.
 #pragma once
 #include "cuda/collectives/barrier.cuh"
 
@@ -23,9 +23,9 @@ constexpr int kThreads = (kRecvSignalWarp + 1) * kWarp;
 // Counters that the warps of a CTA share, in chunks of this operation. They only grow. In shared memory.
 struct Counters {
   int32_t arrived;                      // chunks that have arrived from all ranks
-  int32_t rows_read[kMaxChannelSlots];  // by slot: rows of its chunks that have been read, over the whole operation
-  int32_t room[kMaxRanks];              // by rank: chunks for which its slots have room, over the whole operation
-  int32_t sent[kMaxRanks][kMaxChannelSlots];  // by rank and slot: 1 + the last chunk that was sent there
+  int32_t rows_read[kMaxChannelCells];  // by cell: rows of its chunks that have been read, over the whole operation
+  int32_t room[kMaxRanks];              // by rank: chunks for which its cells have room, over the whole operation
+  int32_t sent[kMaxRanks][kMaxChannelCells];  // by rank and cell: 1 + the last chunk that was sent there
 
   // All threads, before the CTA's next barrier.
   __device__ void clear() {
@@ -43,7 +43,7 @@ class Channel {
         control_(device_control(args.comm, args.comm.rank)),
         index_(static_cast<int>(blockIdx.x)),
         chunk_shift_(chunk_shift),
-        slots_(channel_slots(args.comm.num_ranks)),
+        cells_(channel_cells(args.comm.num_ranks)),
         before_(control_.chunks[index_]),
         counters_(counters) {}
 
@@ -53,11 +53,11 @@ class Channel {
   }
   // The row of the shard that is the channel's row of this number. Both numbers grow together.
   __device__ int64_t row_of_shard(int row) const { return row_of_chunk(chunk_of(row)) + row_in_chunk(row); }
-  // The slot at rank `owner` for a chunk of another rank, `source`.
-  __device__ char* slot(int owner, int source, int chunk) const {
+  // The cell at rank `owner` for a chunk of another rank, `source`.
+  __device__ char* cell(int owner, int source, int chunk) const {
     const int other = source < owner ? source : source - 1;
-    const int64_t slot = (index_ * (args_.comm.num_ranks - 1) + other) * slots_ + slot_index(chunk);
-    return at<char>(args_.slots[owner], slot * kChannelSlotBytes);
+    const int64_t cell = (index_ * (args_.comm.num_ranks - 1) + other) * cells_ + cell_index(chunk);
+    return at<char>(args_.cells[owner], cell * kChannelCellBytes);
   }
 
   // --- Summing warps
@@ -65,7 +65,7 @@ class Channel {
   __device__ const char* term(int row, int source) const {
     const int rank = args_.comm.rank;
     if (source == rank) return at<const char>(args_.inputs[rank], row_of_shard(row) * kSumRowBytes);
-    return slot(rank, source, chunk_of(row)) + row_in_chunk(row) * kSumRowBytes;
+    return cell(rank, source, chunk_of(row)) + row_in_chunk(row) * kSumRowBytes;
   }
   // Waits until the chunk of a row has arrived from all ranks. `known`: the number of arrived chunks that this warp has
   // seen.
@@ -82,7 +82,7 @@ class Channel {
   // All lanes: counts the row, of which this warp has read the terms of all ranks.
   __device__ void count_read(int row) const {
     __syncwarp();
-    if (lane_id() == 0) ptx::red_add_release_cta(&counters_.rows_read[slot_index(chunk_of(row))], 1);
+    if (lane_id() == 0) ptx::red_add_release_cta(&counters_.rows_read[cell_index(chunk_of(row))], 1);
   }
 
   // --- Sending warps
@@ -98,7 +98,7 @@ class Channel {
   }
   // One thread, when its stores of the chunk are complete.
   __device__ void count_sent(int chunk, int to) const {
-    ptx::red_max_release_cta(&counters_.sent[to][slot_index(chunk)], chunk + 1);
+    ptx::red_max_release_cta(&counters_.sent[to][cell_index(chunk)], chunk + 1);
   }
 
   // --- The send-signal warp: one lane per rank
@@ -112,13 +112,13 @@ class Channel {
     Deadline deadline;
     while (__any_sync(kAllLanes, signalled < all)) {
       const int sent_before = sent, room_before = room;
-      if (room < all && room - sent <= slots_ / 2) room = static_cast<int>(peer::acquire(consumed) - before_) + slots_;
+      if (room < all && room - sent <= cells_ / 2) room = static_cast<int>(peer::acquire(consumed) - before_) + cells_;
       if (room > room_before) {
         ptx::fence_proxy_async();  // bulk stores overwrite what that rank has read
         ptx::red_max_release_cta(&counters_.room[to], room);
       }
-      while (sent < all && ptx::ld_acquire_cta(&counters_.sent[to][slot_index(sent)]) > sent) ++sent;
-      const int unsignalled = __reduce_add_sync(kAllLanes, sent - signalled);  // signalled before they fill the slots
+      while (sent < all && ptx::ld_acquire_cta(&counters_.sent[to][cell_index(sent)]) > sent) ++sent;
+      const int unsignalled = __reduce_add_sync(kAllLanes, sent - signalled);  // signalled before they fill the cells
       if (unsignalled >= kSendWarps || __any_sync(kAllLanes, signalled < sent && sent == all)) {
         peer::fence();
         if (sent > signalled)
@@ -130,7 +130,7 @@ class Channel {
       const bool waits = sent < all && sent == room;  // for that rank. Otherwise for warps of this CTA
       if (!waits || sent > sent_before || room > room_before) deadline = Deadline{};
       const bool go_on =
-          !waits || deadline.keep_waiting(run_, to, 0, before_ + room - slots_ + 1, before_ + room - slots_);
+          !waits || deadline.keep_waiting(run_, to, 0, before_ + room - cells_ + 1, before_ + room - cells_);
       if (!__all_sync(kAllLanes, go_on && !faulted(comm))) return;
     }
   }
@@ -158,7 +158,7 @@ class Channel {
       __syncwarp();  // what any lane has acquired, lane 0 may pass on
       if (arrived > arrived_before && lane_id() == 0) ptx::red_max_release_cta(&counters_.arrived, arrived);
       read = chunks_read(read, arrived);
-      if (read - signalled >= slots_ / 4 || read == all) {
+      if (read - signalled >= cells_ / 4 || read == all) {
         __syncwarp();
         peer::fence();
         if (is_peer) peer::store(&device_control(comm, from).consumed[index_][comm.rank], before_ + read);
@@ -175,7 +175,7 @@ class Channel {
   }
 
  private:
-  __device__ int slot_index(int chunk) const { return static_cast<int>(before_ + chunk) & (slots_ - 1); }
+  __device__ int cell_index(int chunk) const { return static_cast<int>(before_ + chunk) & (cells_ - 1); }
   __device__ int chunk_of(int row) const { return row >> chunk_shift_; }
   __device__ int row_in_chunk(int row) const { return row & ((1 << chunk_shift_) - 1); }
   __device__ int64_t row_of_chunk(int chunk) const {
@@ -198,16 +198,16 @@ class Channel {
   }
 
   // The number of chunks that have been read. At least `read` have been, and `arrived` have arrived. The rows of each
-  // slot are counted over the whole operation.
+  // cell are counted over the whole operation.
   __device__ int chunks_read(int read, int arrived) const {
     const int chunk = read + lane_id();
     bool done = false;
-    if (lane_id() < slots_ && chunk < arrived) {
+    if (lane_id() < cells_ && chunk < arrived) {
       const int64_t rows = ceil_div(args_.bytes, kSumRowBytes) - row_of_chunk(chunk);
       const int of_chunk = static_cast<int>(min(rows, int64_t{1} << chunk_shift_));
-      // Rows of earlier chunks in this slot. Only the last chunk of all has fewer rows than others.
-      const int earlier = chunk / slots_ << chunk_shift_;
-      done = ptx::ld_acquire_cta(&counters_.rows_read[slot_index(chunk)]) >= earlier + of_chunk;
+      // Rows of earlier chunks in this cell. Only the last chunk of all has fewer rows than others.
+      const int earlier = chunk / cells_ << chunk_shift_;
+      done = ptx::ld_acquire_cta(&counters_.rows_read[cell_index(chunk)]) >= earlier + of_chunk;
     }
     const unsigned not_done = ~__ballot_sync(kAllLanes, done);
     return read + (not_done == 0 ? kWarp : __ffs(static_cast<int>(not_done)) - 1);
@@ -227,7 +227,7 @@ class Channel {
   DeviceControl& control_;
   const int index_;
   const int chunk_shift_;  // log2 of the rows of a chunk
-  const int slots_;        // for each source
+  const int cells_;        // for each source
   const uint64_t before_;  // chunks of earlier operations
   Counters& counters_;
 };

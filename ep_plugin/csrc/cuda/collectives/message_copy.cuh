@@ -1,8 +1,8 @@
 // How the warps of a CTA copy the chunks of its part, for messages. A kind of copy has
 //   static constexpr int kWarps                        that copy
-//   send(run, cut, part, counters, tensor, slot_of)    chunks of this rank's tensor into slots of the peer
-//   receive(...)                                       chunks in slots of this rank into its tensor
-// All threads of the copying warps call send or receive. slot_of(chunk): where the chunk's bytes are in the lane.
+//   send(run, cut, part, counters, tensor, cell_of)    chunks of this rank's tensor into cells of the peer
+//   receive(...)                                       chunks in cells of this rank into its tensor
+// All threads of the copying warps call send or receive. cell_of(chunk): where the chunk's bytes are in the lane.
 #pragma once
 #include "cuda/collectives/message_part.cuh"
 
@@ -33,19 +33,19 @@ template <class Unit>
 struct PlainCopy {
   static constexpr int kWarps = kCopyWarps;
 
-  template <class SlotOf>
+  template <class CellOf>
   static __device__ void send(const Run& run, const Cut&, const Part& part, Counters& counters, const char* tensor,
-                              SlotOf slot_of) {
+                              CellOf cell_of) {
     for (int chunk = 0; chunk < part.chunks() && counters.wait_allowed(run.comm, chunk) > 0; ++chunk) {
-      copy_chunk<Unit, kWarps * kWarp>(slot_of(chunk), tensor + part.begin(chunk), part.size(chunk));
+      copy_chunk<Unit, kWarps * kWarp>(cell_of(chunk), tensor + part.begin(chunk), part.size(chunk));
       counters.count_copied(chunk);
     }
   }
-  template <class SlotOf>
+  template <class CellOf>
   static __device__ void receive(const Run& run, const Cut&, const Part& part, Counters& counters, char* tensor,
-                                 SlotOf slot_of) {
+                                 CellOf cell_of) {
     for (int chunk = 0; chunk < part.chunks() && counters.wait_allowed(run.comm, chunk) > 0; ++chunk) {
-      copy_chunk<Unit, kWarps * kWarp>(tensor + part.begin(chunk), slot_of(chunk), part.size(chunk));
+      copy_chunk<Unit, kWarps * kWarp>(tensor + part.begin(chunk), cell_of(chunk), part.size(chunk));
       counters.count_copied(chunk);
     }
   }
@@ -57,14 +57,14 @@ struct BulkCopy {
   static constexpr int kWarps = 1;
   static constexpr int kStages = 3;  // little shared memory, so that the CTAs of 16 messages fit on a GPU (H100)
   static constexpr int kStores = 2;  // send: chunks whose stores to the peer may be under way
-  static constexpr int kLoads = 2;   // receive: chunks whose loads from slots may be under way
+  static constexpr int kLoads = 2;   // receive: chunks whose loads from cells may be under way
 
-  static Cut cut() { return cut_row(kPartSlotBytes, kPartSlotBytes, kWarps, kStages, 0); }
+  static Cut cut() { return cut_row(kPartCellBytes, kPartCellBytes, kWarps, kStages, 0); }
 
-  // A chunk is copied when its store is written. Those of the last kStores ones are under way meanwhile.
-  template <class SlotOf>
+  // A chunk is copied when its store is written. The stores of up to kStores later chunks are under way meanwhile.
+  template <class CellOf>
   static __device__ void send(const Run& run, const Cut& cut, const Part& part, Counters& counters, const char* tensor,
-                              SlotOf slot_of) {
+                              CellOf cell_of) {
     Ring<kStages> ring(cut);
     const int chunks = part.chunks();
     const auto load_until = [&](int end) {
@@ -88,7 +88,7 @@ struct BulkCopy {
       }
       if (allowed == 0 || !ring.wait(run)) break;
       if (lane_id() == 0) {
-        peer::store_bulk(slot_of(chunk), ring.stage(ring.taken), static_cast<uint32_t>(part.size(chunk)));
+        peer::store_bulk(cell_of(chunk), ring.stage(ring.taken), static_cast<uint32_t>(part.size(chunk)));
         ptx::bulk_commit();
         ptx::bulk_wait<kStores>();
       }
@@ -101,10 +101,10 @@ struct BulkCopy {
     finish_loads(run, ring);
   }
 
-  // A chunk is copied, as far as its slot is concerned, when it is in its stage.
-  template <class SlotOf>
+  // A chunk is copied, as far as its cell is concerned, when it is in its stage.
+  template <class CellOf>
   static __device__ void receive(const Run& run, const Cut& cut, const Part& part, Counters& counters, char* tensor,
-                                 SlotOf slot_of) {
+                                 CellOf cell_of) {
     Ring<kStages> ring(cut);
     const int chunks = part.chunks();
     int allowed = 0;
@@ -114,7 +114,7 @@ struct BulkCopy {
       if (allowed == 0) break;
       if (allowed > before) ptx::fence_proxy_async();
       for (int next = static_cast<int>(ring.issued); next < min(ahead, allowed); ++next)
-        ring.load(slot_of(next), part.size(next));
+        ring.load(cell_of(next), part.size(next));
       if (!ring.wait(run)) break;
       counters.count_copied(chunk);
       if (lane_id() == 0) {

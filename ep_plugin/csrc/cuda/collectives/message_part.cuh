@@ -37,7 +37,7 @@ struct Part {
 // What the guide and the copying warps of a CTA share. In shared memory.
 struct Counters {
   int32_t allowed;             // chunks that warps may copy
-  int32_t copied[kPartSlots];  // by chunk % kPartSlots: warps that have copied their share, over all chunks
+  int32_t copied[kPartCells];  // by chunk % kPartCells: warps that have copied their share, over all chunks
   int32_t finished;            // chunks that the guide has signalled
 
   // All threads.
@@ -53,7 +53,7 @@ struct Counters {
     __syncwarp();  // what lane 0 has acquired, all lanes may read
     return count;
   }
-  // The same; waits until it may copy `chunk`. 0 after a fault.
+  // Waits until it may copy `chunk`, and returns how many chunks it may copy. 0 after a fault.
   __device__ int wait_allowed(const Comm& comm, int chunk) {
     int count = look_allowed();
     while (count <= chunk) {
@@ -66,11 +66,11 @@ struct Counters {
   // A copying warp, when it has copied its share.
   __device__ void count_copied(int chunk) {
     __syncwarp();
-    if (lane_id() == 0) ptx::red_add_release_cta(&copied[chunk % kPartSlots], 1);
+    if (lane_id() == 0) ptx::red_add_release_cta(&copied[chunk % kPartCells], 1);
   }
   // The guide: whether all of `warps` have copied the chunk. No warp is at the chunk that has this one's place next.
   __device__ bool is_copied(int chunk, int warps) {
-    return ptx::ld_acquire_cta(&copied[chunk % kPartSlots]) >= warps * (chunk / kPartSlots + 1);
+    return ptx::ld_acquire_cta(&copied[chunk % kPartCells]) >= warps * (chunk / kPartCells + 1);
   }
 };
 

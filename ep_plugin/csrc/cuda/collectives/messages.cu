@@ -1,5 +1,5 @@
-// Send and receive inside a node: a kernel at each end moves a message through the receiver's slots. Each end chooses
-// for itself whether it copies in bulk (message_copy.cuh). Slots and words are the same.
+// Send and receive inside a node: a kernel at each end moves a message through the receiver's cells. Each end chooses
+// for itself whether it copies in bulk (message_copy.cuh). Cells and words are the same.
 //
 // Order. The host launches the messages of a lane on one stream, in the order of the calls.
 // Co-residency. A CTA waits for the CTA of its part, so kernels of several parts are launched cooperatively.
@@ -38,18 +38,18 @@ __global__ void __launch_bounds__(kThreads<Copy>)
     bool has_header = false;
     const auto allowed = [&](uint64_t* consumed) {
       *consumed = peer::acquire(&words.consumed);
-      const int room = at_most(*consumed + kPartSlots - before, chunks);
+      const int room = at_most(*consumed + kPartCells - before, chunks);
       if (!has_header && room > 0)
-        lane.headers[before % kPartSlots][index] = MessageHeader{0, message.bytes, message.dtype};
+        lane.headers[before % kPartCells][index] = MessageHeader{0, message.bytes, message.dtype};
       has_header = room > 0;
       return room;
     };
     const auto signal = [&](int sent) { peer::store(&lane.words[index].sent, before + sent); };
-    const auto next = [&](int sent) { return before + sent + 1 - kPartSlots; };
+    const auto next = [&](int sent) { return before + sent + 1 - kPartCells; };
     guide(run, counters, Copy::kWarps, chunks, message.peer, allowed, signal, next);
   } else if (copies<Copy>()) {
     Copy::send(run, cut, part, counters, at<const char>(message.data),
-               [&](int chunk) { return lane.slots[(before + chunk) % kPartSlots][index]; });
+               [&](int chunk) { return lane.cells[(before + chunk) % kPartCells][index]; });
   }
   __syncthreads();
   if (threadIdx.x == 0 && counters.finished == chunks) words.written = before + chunks;
@@ -74,7 +74,7 @@ __global__ void __launch_bounds__(kThreads<Copy>)
     const auto allowed = [&](uint64_t* sent) {
       *sent = peer::acquire(&words.sent);
       const int arrived = at_most(*sent - before, chunks);
-      if (!checked && arrived > 0 && !check_header(run, lane.headers[before % kPartSlots][index], message)) return -1;
+      if (!checked && arrived > 0 && !check_header(run, lane.headers[before % kPartCells][index], message)) return -1;
       checked = arrived > 0;
       return arrived;
     };
@@ -85,7 +85,7 @@ __global__ void __launch_bounds__(kThreads<Copy>)
     guide(run, counters, Copy::kWarps, chunks, message.peer, allowed, signal, next);
   } else if (copies<Copy>()) {
     Copy::receive(run, cut, part, counters, at<char>(message.data),
-                  [&](int chunk) { return lane.slots[(before + chunk) % kPartSlots][index]; });
+                  [&](int chunk) { return lane.cells[(before + chunk) % kPartCells][index]; });
   }
   __syncthreads();
   if (counters.finished < chunks) return poison(message, part, counters.finished);

@@ -1,17 +1,17 @@
 // Reduce-scatter inside a node: each rank sends its shards to the ranks that sum them, in float32 and in rank order.
 //
-// Shards move in chunks through slots at the rank that sums. The CTAs of one index on all ranks are a channel with
-// its own slots and chunks (channel.cuh). No peer touches a rank's input or output, so these may be any memory, and a
+// Shards move in chunks through cells at the rank that sums. The CTAs of one index on all ranks are a channel with
+// its own cells and chunks (channel.cuh). No peer touches a rank's input or output, so these may be any memory, and a
 // rank may send before its peers have come to the operation.
 //
 // Roles. In each CTA, 14 warps sum and 4 send. Two more exchange signals with the peers (channel.cuh), so that all
-// others poll shared memory only. Sending warps go over the chunks, and for each chunk over the peers, as slots become
+// others poll shared memory only. Sending warps go over the chunks, and for each chunk over the peers, as cells become
 // free. Summing warps take rows of the chunks that have arrived from all ranks.
 // Buffers. As in channel.cuh. On the bulk path, each sending warp has a ring of two stages in shared memory.
 // Memory order. As in channel.cuh.
-// Progress. A send waits for the sums of the chunks that used its slot before. A sum waits for the sends of its chunk.
+// Progress. A send waits for the sums of the chunks that used its cell before. A sum waits for the sends of its chunk.
 // So the first chunk that is not summed everywhere never waits for a later one. A warp counts all chunks that it has
-// sent before it waits for a slot.
+// sent before it waits for a cell.
 // Co-residency. A CTA waits for the CTAs of its index on the peers, so the kernel is launched cooperatively.
 // After a fault. The output is filled with 0xFF bytes.
 #include "cuda/collectives/channel.cuh"
@@ -149,7 +149,7 @@ class ChunkSender {
     return channel_.has_room(chunk(item), peer(item), may_wait);
   }
   __device__ const char* here(int item) const { return channel_.chunk_for(chunk(item), peer(item)); }
-  __device__ char* there(int item) const { return channel_.slot(peer(item), args_.comm.rank, chunk(item)); }
+  __device__ char* there(int item) const { return channel_.cell(peer(item), args_.comm.rank, chunk(item)); }
   __device__ int64_t bytes(int item) const { return channel_.chunk_bytes(chunk(item)); }
   __device__ void count(int item) const { channel_.count_sent(chunk(item), peer(item)); }
 
@@ -209,7 +209,7 @@ int chunk_shift_of(const ReduceScatterArgs& args) {
 
 template <class Element, class Access>
 void launch_sum(const ReduceScatterArgs& args) {
-  Cut cut = cut_row(kChannelSlotBytes, kChannelSlotBytes, kSendWarps, 2, 0);
+  Cut cut = cut_row(kChannelCellBytes, kChannelCellBytes, kSendWarps, 2, 0);
   cut.first_warp = kSumWarps;
   const KernelLimits limits = limits_of<ep_reduce_scatter<Element, Access, true>>();
   if (limits.bulk && cut.shared_bytes() <= limits.shared_bytes)
@@ -222,7 +222,7 @@ void launch_sum(const ReduceScatterArgs& args) {
 
 template <class Element>
 void sum(const ReduceScatterArgs& args) {
-  const uint64_t own = args.inputs[args.comm.rank];  // all other terms are in slots, which are aligned
+  const uint64_t own = args.inputs[args.comm.rank];  // all other terms are in cells, which are aligned
   if (unit_of(args.output | static_cast<uint64_t>(args.bytes) | own) == 16)
     return launch_sum<Element, VectorAccess<Element>>(args);
   launch_sum<Element, ElementAccess<Element>>(args);

@@ -55,7 +55,7 @@ __device__ __forceinline__ void store_unit(Address shard, int64_t begin, int64_t
     *at<unsigned char>(shard, i) = static_cast<unsigned char>(value >> 8 * (i - begin));
 }
 
-// Whether all units of a word are aligned and within the shard, as those of most words are.
+// Whether all units of a word are aligned and within the shard. This holds for most words.
 __device__ __forceinline__ bool is_whole(Address shard, int64_t first, int64_t bytes) {
   return shard % kUnitBytes == 0 && (first + (kWordUnits - 1) * kGroupWords + 1) * kUnitBytes <= bytes;
 }
