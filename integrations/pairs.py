@@ -55,12 +55,15 @@ class Pair:
         return self._refused.get(name)
 
     def gathers_well(self, output: torch.Tensor) -> bool:
-        """Whether a gather into ``output`` is not faster with PyTorch's own; the same on all ranks."""
+        """Whether our gather into ``output`` is as fast as PyTorch's or faster. The answer is the same on all ranks."""
         limit = STOCK_FROM_BYTES.get(output.device.type)
         return limit is None or output.nbytes < limit or self.group.size() == 1 or self.all_gather.maps(output)
 
     def why_left(self, name: str, output: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> str | None:
-        """What the framework's own collective has to serve, the same on all ranks; None: `run` serves the call."""
+        """Names what the framework's own collective has to serve; None if `run` serves the call.
+
+        The answer is the same on all ranks.
+        """
         if name == "reduce_scatter" and not any(op == known for known in _SUMS):  # a ReduceOp knows its kind
             kinds = [kind for kind, known in dist.ReduceOp.RedOpType.__members__.items() if op == known]
             return f"reduce-scatters with the operation {', '.join(kinds) or op}"
@@ -113,7 +116,7 @@ _lock = threading.Lock()  # backward runs in a thread of autograd's
 
 
 class PairUser:
-    """Whoever uses pairs. Each stays open for it until it leaves or the group is destroyed."""
+    """A user of pairs. Its pairs stay open until it leaves or their group is destroyed."""
 
     def __init__(self, name: str) -> None:
         """name: the integration, which counts the memory of its pairs."""

@@ -59,7 +59,7 @@ def _init_checked(self: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def _batch_p2p(p2p_ops: list[dist.P2POp], desc: str | None = None) -> list[dist.Work]:
-    """The messages of one step of a schedule: to ranks of one pipeline's group, in the order of the operations."""
+    """Starts the messages of one step of a schedule, in the order of the operations. PyTorch's signature."""
     if not hooks.is_enabled("pipelining", schedules):
         return _stock(p2p_ops, desc)
     theirs: list[dist.P2POp] = []

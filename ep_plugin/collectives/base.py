@@ -1,4 +1,4 @@
-"""What HierarchicalAllGather and HierarchicalReduceScatter share: a group, an engine made at first use, a Work."""
+"""The base of HierarchicalAllGather and HierarchicalReduceScatter: a group, an engine made at first use, a Work."""
 
 from __future__ import annotations
 
@@ -133,9 +133,10 @@ class Collective:
             self._engine.abort(reason)
 
     def close(self) -> None:
-        """Releases the memory, except that of tensors still alive. Not collective; works after a fault, and twice.
+        """Releases the memory; tensors that are still alive keep theirs. Is not collective.
 
-        Waits until everything that was enqueued is over. A Work may still be waited for afterwards.
+        Waits until everything that was enqueued is over. Works after a fault, and may be called again. A Work may still
+        be waited for afterwards.
         """
         self._closed = True
         if self._engine is not None:

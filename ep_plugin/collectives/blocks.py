@@ -47,8 +47,13 @@ _PAGE_BYTES = 4096  # blocks are whole pages
 
 
 class Node(Communicator, Protocol):
-    """This rank among the ranks of its node, as blocks and the operations inside a node see it. `rank` is the rank in
-    the group, `index` the local rank. `control` is what its ranks share besides blocks."""
+    """What blocks and the operations inside a node need to know of a communicator on this rank.
+
+    Attributes:
+        rank: this rank in the group.
+        index: the local rank, in a node of `node_size` ranks.
+        control: the memory that the ranks of the node share besides blocks.
+    """
 
     index: int
     node_size: int
@@ -119,7 +124,7 @@ class Blocks:
         return len(self._blocks)
 
     def locate(self, parts: Sequence[torch.Tensor]) -> tuple[int, list[int]] | None:
-        """Number of the block that all `parts` lie in, and their offsets in it; None unless there is one."""
+        """Returns the number of the block that all `parts` lie in, and their offsets in it; None if there is none."""
         address = storage_of(parts)
         number = None if address is None else self._by_address.get(address)
         if number is None:
@@ -131,9 +136,9 @@ class Blocks:
         return self._blocks[number].buffer.ptrs[index]
 
     def allocate(self, nbytes: int) -> torch.Tensor | None:
-        """Bytes of a block that is the same on all ranks: uint8 ``[nbytes]``.
+        """Makes a tensor, uint8 ``[nbytes]``, of a block that has the same number on all ranks.
 
-        None, on all ranks, while tensors are alive in as many blocks as there are numbers.
+        Returns None, on all ranks, while tensors are alive in as many blocks as there are numbers.
         """
         number = self._choose(nbytes)
         if number is None:
@@ -168,7 +173,7 @@ class Blocks:
         self._blocks, self._by_address = {}, {}
 
     def _choose(self, nbytes: int) -> int | None:
-        """The number of a block; all ranks come to the same one, since they decide by what all of them have read."""
+        """Returns the number of a block. All ranks choose the same one, because all decide by the same posts."""
         self._calls += 1
         call = self._calls
         for number, block in self._blocks.items():
@@ -208,7 +213,8 @@ class Blocks:
         return number
 
     def _free_everywhere(self, call: int, nbytes: int) -> int:
-        """A bit for each block: whether it was free on every rank as that rank came to this call. Waits for all."""
+        """Waits for the posts of all ranks. Returns a bit for each block: whether every rank had it free as that rank
+        came to this call."""
         node = self._node
         self._raise_late(_C.wait_requests(self._requests, call, *self._waiting()), call)
         everywhere = -1
@@ -240,8 +246,11 @@ class Blocks:
         )
 
     def _close_unneeded(self, free: int, nbytes: int, call: int) -> None:
-        """Closes, of the blocks that are free everywhere, those that have long been idle, those of about `nbytes`
-        beyond the most that are kept, and the idlest if all numbers are used."""
+        """Closes blocks that no rank uses: (1) blocks that have been idle for _IDLE_CALLS calls, (2) blocks of about
+        `nbytes` beyond the number to keep, (3) the longest idle block if all numbers are taken.
+
+        free: a bit for each block, set if the block is free on every rank.
+        """
         near = self._near(nbytes)
         surplus = len(near) - 2 * self._num_buffers + 1
         full = len(self._blocks) == _C.max_blocks
@@ -274,10 +283,10 @@ class Blocks:
 
 
 class _Owner:
-    """Is kept alive by a tensor made of a block, and dies with the last of the tensor's views."""
+    """An object that a tensor made of a block keeps alive. It dies with the last of the tensor's views."""
 
 
 def tensor_at(address: int, nbytes: int, device: torch.device, owner: object = None) -> torch.Tensor:
-    """Memory of another owner as a tensor, uint8 ``[nbytes]``, which keeps `owner` alive. nbytes: at least 1."""
+    """Returns the memory at `address` as a tensor, uint8 ``[nbytes]`` with nbytes > 0, which keeps `owner` alive."""
     index = -1 if device.type == "cpu" else device.index
     return from_dlpack(_C.dlpack_bytes(address, nbytes, index, owner))

@@ -39,12 +39,13 @@ _HOST_PARTS = {
 
 @dataclass(frozen=True)
 class ControlSet:
-    """What one collective uses. Each field has every rank's address as mapped here, by local rank.
+    """The control memory of one collective. A tuple has each rank's address as mapped here, by local rank.
 
-    board, requests, calls, stream_words: host memory, zeroed, each on pages of its own.
-    block: the control block of the kernels, zeroed, in the device's memory.
-    buffers: the blocks that have all of this, and the other sets.
-    close: gives the set back. May be called again.
+    Attributes:
+        board, requests, calls, stream_words: host memory that starts as zeros, each on pages of its own.
+        block: the kernels' control block, in the device's memory, which starts as zeros.
+        buffers: the blocks that hold this set, and the other sets.
+        close: gives the set back. It may be called again.
     """
 
     board: tuple[int, ...]
@@ -57,7 +58,7 @@ class ControlSet:
 
 
 def take_set(group: dist.ProcessGroup, exchange: Exchange, memory: PeerMemory) -> ControlSet:
-    """A set that no other collective has. Collective over the ranks of a node.
+    """Takes a set that no other collective has. Collective over the ranks of a node.
 
     Args:
         group: the process group of the collective.
@@ -87,7 +88,7 @@ def take_set(group: dist.ProcessGroup, exchange: Exchange, memory: PeerMemory) -
 
 
 class _ControlMemory:
-    """`SETS` sets on every rank of a node. The maker takes set 0."""
+    """An allocation of `SETS` sets on every rank of a node. The collective that makes it takes set 0."""
 
     def __init__(self, exchange: Exchange, memory: PeerMemory) -> None:
         """Collective."""
@@ -139,7 +140,7 @@ class _ControlMemory:
 
 
 def _pages(nbytes: int) -> int:
-    """`nbytes` up to whole pages."""
+    """Rounds `nbytes` up to whole pages."""
     return -(-nbytes // _PAGE_BYTES) * _PAGE_BYTES
 
 
@@ -149,7 +150,7 @@ _latest: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[_Key, _ControlMemory]
 
 
 def _forget() -> None:
-    """In a forked child: sets that it took would be those of its parent."""
+    """Makes a forked child forget the sets, which its parent uses."""
     global _lock
     _lock = threading.RLock()
     _latest.clear()

@@ -27,10 +27,10 @@ _VALUES = {
 
 
 class CollectiveEngine(GroupEngine):
-    """Construction is collective over `group`; so is making another block."""
+    """The operations of one object. Its construction is collective over `group`, and so is making another block."""
 
     inside: Any
-    """The operations between the ranks of the node; absent if it has only one."""
+    """The operations between the ranks of the node. There is no such attribute if the node has one rank."""
 
     def __init__(
         self, group: dist.ProcessGroup, device: torch.device, num_buffers: int, path: str, sum_sms: int | None

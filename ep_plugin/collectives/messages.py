@@ -33,11 +33,11 @@ from ep_plugin.runtime.streams import LaneStreams, Streams, kernels_for
 from ep_plugin.transport import open_memory, transport_for
 from ep_plugin.transport.exchange import Exchange
 
-_KEPT = 16  # calls whose tensors are kept, at least, before the finished ones are looked for
+_KEPT = 16  # with fewer calls, nobody looks for those that have finished
 _OVERDUE = 3  # of _C.CpuMessages.wait
 _LONGEST_NS = 2**62
-# A tag is below 2**31: _TAGS + [object][channel][unit][count]. Objects share it whose numbers differ by a multiple of
-# _OBJECTS: the header has the whole number. A count of 0 marks headers, of the sender or of the receiver.
+# A tag is _TAGS + [object][channel][unit][count], below 2**31. A count of 0 marks a header, of the sender or of the
+# receiver. Two objects have the same tags if their numbers differ by a multiple of _OBJECTS, so headers have it.
 _TAGS, _OBJECTS, _UNITS, _COUNTS = 2**30, 2**14, 4, 2**10
 _OF_SENDER, _OF_RECEIVER = (0, 0), (1, 0)
 _BYTES, _DTYPE, _OBJECT = 0, 1, 3  # fields on which both ends agree: MessageField of csrc, and one more
@@ -52,8 +52,13 @@ _open_at_close: weakref.WeakKeyDictionary[dist.ProcessGroup, list[Started]] = we
 
 @dataclass(frozen=True)
 class Posted:
-    """One operation. tensor: uint8 ``[bytes]``, of elements of `dtype`. order: of the caller's dimensions in memory,
-    ``()`` for a contiguous tensor. peer: a rank of the group.
+    """One end of a message, as the caller has asked for it.
+
+    Attributes:
+        tensor: the caller's memory as uint8 ``[bytes]``. `dtype` is the caller's.
+        order: the caller's dimensions from the outermost in memory to the innermost, ``()`` for a contiguous tensor.
+        peer: the rank of the group at the other end.
+        receives: whether this end receives.
     """
 
     tensor: torch.Tensor
@@ -66,7 +71,8 @@ class Posted:
 
 @dataclass
 class Transfer:
-    """What the group's backend moves for one operation. header: the peer's, int64 ``[3]``, if that is what it moves."""
+    """One send or receive of the group's backend, for `op`. header: it receives the peer's header into this tensor,
+    int64 ``[3]``; None if it moves something else."""
 
     op: Posted
     work: dist.Work
@@ -75,16 +81,22 @@ class Transfer:
 
 @dataclass
 class Started:
-    """The operations of one call. transfers: those with ranks of other nodes that nobody has waited for."""
+    """The messages that one call has started.
+
+    Attributes:
+        tickets: the messages inside the node.
+        transfers: what moves between nodes and has not been waited for.
+        waiting: is held by the thread that waits for the transfers. Gloo's second wait for a message would never end.
+    """
 
     call: Call
     tickets: list[Any] = field(default_factory=list)
     transfers: list[Transfer] = field(default_factory=list)
-    waiting: Any = field(default_factory=threading.Lock)  # gloo's second wait for a message would never end
+    waiting: Any = field(default_factory=threading.Lock)
 
 
 class MessageEngine(GroupEngine):
-    """Construction is collective over `group`."""
+    """The messages of one SendReceive object. Its construction is collective over `group`."""
 
     in_order = False
 
@@ -265,8 +277,10 @@ class MessageEngine(GroupEngine):
         return peer in self._places
 
     def _turn(self, op: Posted) -> tuple[int, int, bool, int]:
-        """The place of a message in an order that all ranks share. A GPU has room for the kernels of some messages at a
-        time. So the first message that is not over is among those that both its ends have begun.
+        """Returns the place of a message in an order that all ranks share.
+
+        A GPU runs the kernels of a limited number of messages at a time. If all ranks start messages in one order, both
+        ends of the first unfinished message have started it.
         """
         low, high = sorted((self.rank, op.peer))
         return low, high, op.receives == (self.rank == low), op.channel
@@ -308,8 +322,8 @@ class MessageEngine(GroupEngine):
         self._kept[id(started)] = started, tensors
 
     def _let_go(self) -> None:
-        """Keeps no tensors from here on. The group keeps those of open messages with other nodes' CPUs: if data came
-        for a receive that is gone, gloo would move nothing more between the two ranks."""
+        """Stops keeping tensors. Hands the open messages with CPUs of other nodes to their group, which keeps their
+        tensors: if data came for a receive that is gone, gloo would move nothing more between the two ranks."""
         if self.device.type == "cpu":
             open_ones = [started for started, _ in self._kept.values() if started.transfers]
             _open_at_close.setdefault(self._group, []).extend(open_ones)
@@ -333,7 +347,7 @@ class MessageEngine(GroupEngine):
         return super()._drained()
 
     def settle(self) -> None:
-        """Messages that an earlier call has started go on."""
+        """Does nothing: messages that an earlier call has started go on."""
 
     def record(self, *tensors: Any) -> None: ...
 

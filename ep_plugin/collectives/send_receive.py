@@ -40,7 +40,7 @@ class Send:
 
 @dataclass(frozen=True, eq=False)
 class Receive:
-    """Receives into `tensor` what the rank `src` of the group sends: as many bytes of the same dtype."""
+    """Receives into `tensor` the message of the rank `src` of the group, which has as many bytes and the same dtype."""
 
     tensor: torch.Tensor
     src: int
@@ -82,8 +82,8 @@ class SendReceive:
             group: as for HierarchicalAllGather. Its timeout is the deadline of every wait.
             device: of all tensors; None: the CUDA device for a group with a backend for GPUs, else the CPU.
             num_channels: the number of channels, at least 1. A lane takes 1 MiB of a CPU's memory once it is used, and
-                8 MiB of a GPU's at once. Between GPUs of different nodes a channel does not keep messages apart: there
-                those of two ranks match in the order of the calls.
+                8 MiB of a GPU's at once. Between GPUs of different nodes a channel does not keep messages apart: all
+                messages of two ranks match in the order of the calls.
         """
         if isinstance(num_channels, bool) or not isinstance(num_channels, int):
             raise ValueError(f"num_channels: expected an integer, got {num_channels!r}")
@@ -168,7 +168,7 @@ class SendReceive:
         leave(self, error)
 
     def _checked(self, name: str, op: Send | Receive) -> Posted:
-        """The operation as the engine takes it; ValueError if an argument is wrong."""
+        """Returns the operation in the form that the engine takes. Raises ValueError if an argument is wrong."""
         if not isinstance(op, (Send, Receive)):
             raise ValueError(f"{name}: expected Send or Receive, got {type(op).__name__}")
         if isinstance(op, Receive):
@@ -190,7 +190,7 @@ class SendReceive:
         return Posted(tensor, op.tensor.dtype, order, peer, channel, receives)
 
     def _pairs(self, own: Sequence[Posted]) -> list[tuple[Posted, Posted]]:
-        """The messages of this rank to itself, each with its receive; ValueError unless all match."""
+        """Returns this rank's messages to itself, each with its receive. Raises ValueError unless all match."""
         sides: dict[int, tuple[list[Posted], list[Posted]]] = defaultdict(lambda: ([], []))
         for one in own:
             sides[one.channel][one.receives].append(one)
@@ -272,13 +272,13 @@ class MessageWork(Work):
 
 
 def _shared_bytes(one: torch.Tensor, other: torch.Tensor) -> int:
-    """How many bytes of memory two uint8 ``[bytes]`` tensors share."""
+    """Returns how many bytes of memory two uint8 ``[bytes]`` tensors share."""
     first, last = max(one.data_ptr(), other.data_ptr()), min(one.data_ptr() + len(one), other.data_ptr() + len(other))
     return max(0, last - first)
 
 
 def _index(name: str, value: Any, count: int) -> int:
-    """`value` as an integer below `count`; ValueError if it is none."""
+    """Returns `value` as an integer. Raises ValueError unless it is an integer from 0 to `count` - 1."""
     try:
         index = operator.index(value)
     except TypeError:

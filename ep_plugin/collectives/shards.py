@@ -88,7 +88,9 @@ def check_contiguous(name: str, tensor: torch.Tensor) -> None:
 
 
 def as_bytes_in_order(name: str, tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
-    """As `as_bytes`, also for a tensor without gaps whose dimensions lie in another order, such as channels_last.
+    """Does what `as_bytes` does, also for a tensor without gaps whose dimensions lie in another order.
+
+    A channels_last tensor is an example.
 
     Returns:
         The bytes, and the dimensions of more than one element from the outermost in memory to the innermost; () for a
@@ -124,12 +126,12 @@ def addresses_of(shards: Sequence[torch.Tensor]) -> tuple[int, ...]:
 
 
 def key_of(shards: Sequence[torch.Tensor]) -> tuple[int, ...]:
-    """The fewest addresses that, with the size of a shard, determine all of them."""
+    """Returns the fewest addresses that determine where all shards are, given the size of a shard."""
     return (shards.first_address,) if isinstance(shards, CutShards) else addresses_of(shards)
 
 
 def storage_of(shards: Sequence[torch.Tensor]) -> int | None:
-    """Address of the storage that all shards lie in; None if they lie in several."""
+    """Returns the address of the storage that all shards lie in; None if they lie in several."""
     if isinstance(shards, CutShards):
         return shards.whole.untyped_storage().data_ptr()
     first, *others = (shard.untyped_storage().data_ptr() for shard in shards)

@@ -1,6 +1,6 @@
-"""Messages inside a node of GPUs: a kernel for each end of a message, on a stream for each lane and direction.
+"""Messages inside a node of GPUs. A kernel serves each end of a message, on a stream for each lane and direction.
 
-The host waits for nothing, except where a wait has a limit, and at the end.
+The host waits only in a wait with a limit and in `close`.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from ep_plugin import _C
 from ep_plugin.runtime.board import Boards
 from ep_plugin.runtime.streams import LaneMark, LaneStreams
 
-_KEPT = 16  # receives that are kept, at least, before those that are over are looked for
+_KEPT = 16  # with fewer receives, nobody looks for those that are over
 _PAUSE_S = 0.0005
 _DONE, _FAILED, _OVERDUE = 0, 1, 3  # as _C.CpuMessages.wait returns them
 
 
 class Rank(Protocol):
-    """This rank, as its messages see it. state: the device memory of its kernels, uint8."""
+    """What messages need to know of the engine. state: the device memory of its kernels, uint8."""
 
     boards: Boards
     comm: _C.Comm
@@ -33,8 +33,11 @@ class Rank(Protocol):
 class Ticket:
     """One message.
 
-    mark: its kernel's place on the stream of its lane.
-    joined: a stream of the caller's waits for it. So it ends well or with an error, also if `close` comes first.
+    Attributes:
+        mark: the place of its kernel on the stream of its lane.
+        joined: whether a stream of the caller's waits for it. `close` then also waits for it.
+        failed: whether `close` has given it up.
+        done: whether it has arrived. A later failure does not change that.
     """
 
     def __init__(self, mark: LaneMark) -> None:
@@ -72,7 +75,7 @@ class CudaMessages:
         return ticket.mark.is_over()
 
     def is_done(self, ticket: Ticket) -> bool:
-        if not ticket.done:  # a later failure is none of this message's
+        if not ticket.done:
             ticket.done = self.is_over(ticket) and not ticket.failed and self._rank.boards.quiet()
         return ticket.done
 
@@ -90,7 +93,7 @@ class CudaMessages:
         return _FAILED if has_failed else _DONE
 
     def wait_for_sends(self, timeout_ns: int) -> int:
-        """Blocks the host until all is over that is sent, or that a stream waits for. Other receives then fail."""
+        """Blocks the host until all sends are over, and all receives that a stream waits for. Other receives fail."""
         for ticket in [*self._last_sends.values(), *(one for one in self._receives if one.joined)]:
             ticket.mark.block()
         still_open = [ticket for ticket in self._receives if not self.is_over(ticket)]

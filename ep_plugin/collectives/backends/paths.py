@@ -27,19 +27,21 @@ def is_small(path: str, nbytes: int, node_size: int) -> bool:
 
 
 def small_ctas(nbytes: int, node_size: int) -> int:
-    """CTAs of the kernel that exchanges shards of `nbytes` bytes as words: as many for each peer, and no more than
-    the largest shard needs to be sent in one round."""
+    """Returns the CTAs of the kernel that exchanges shards of `nbytes` bytes as words.
+
+    Each peer has the same number of CTAs, at most as many as send the largest small shard in one round.
+    """
     most = -(-SMALL_BYTES // node_size // _SMALL_BYTES_PER_ROUND)
     return (node_size - 1) * max(1, min(most, nbytes // _SMALL_BYTES_PER_CTA))
 
 
 def staged_bytes(node_size: int) -> int:
-    """Bytes of a shard for which the staging block has room at a time."""
+    """Returns how many bytes of each shard fit into the staging block at a time."""
     return STAGING_BYTES // node_size // 16 * 16
 
 
 def push_ctas(path: str, nbytes: int, node_size: int, mapped: bool = True) -> int:
-    """CTAs of the kernel that pushes shards of `nbytes` bytes; 0: copy engines push.
+    """Returns the CTAs of the kernel that pushes shards of `nbytes` bytes; 0 if copy engines push.
 
     mapped: whether peers have mapped the outputs. Else shards are copied out of the staging block, which a kernel does
     sooner than copy engines.
@@ -52,20 +54,20 @@ def push_ctas(path: str, nbytes: int, node_size: int, mapped: bool = True) -> in
 
 
 def most_sum_sms(device: torch.device, asked: int) -> int:
-    """SMs that sums may use of those `asked` for: their CTAs run at the same time, and each has an SM to itself."""
+    """Returns how many of the `asked` SMs sums may use. Their CTAs run at the same time, each on an SM of its own."""
     return min(asked, torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def gather_sms(path: str, nbytes: int, node_size: int, mapped: bool = True) -> int:
-    """SMs that a gather of shards of `nbytes` bytes uses. mapped: as in push_ctas."""
+    """Returns how many SMs a gather of shards of `nbytes` bytes uses. mapped: as in push_ctas."""
     if is_small(path, nbytes, node_size):
         return small_ctas(nbytes, node_size)
     return push_ctas(path, nbytes, node_size, mapped)
 
 
 def scatter_sms(path: str, nbytes: int, node_size: int, sum_sms: int) -> int:
-    """SMs that a sum of shards of `nbytes` bytes uses, which are the CTAs of its kernel. sum_sms: the most that kernels
-    of larger shards may use."""
+    """Returns how many SMs a sum of shards of `nbytes` bytes uses: the CTAs of its kernel. sum_sms: the most that a sum
+    may use; small shards may use more."""
     if is_small(path, nbytes, node_size):
         return small_ctas(nbytes, node_size)
     return max(1, min(sum_sms, nbytes // _BYTES_PER_CTA))

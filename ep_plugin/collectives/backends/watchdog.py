@@ -41,9 +41,12 @@ class Pending(NamedTuple):
 class StreamWaits:
     """The gathers of one communicator in which streams wait for peers, and the words that they wait for.
 
-    The words are in host memory that every rank and every device of the node maps. `addresses`: of each rank's words,
-    for this device. `words`: this rank's, int64 ``[2 (ready and done), blocks, ranks]``, see StreamWords in
-    collectives.h. `progress`: int64 ``[2]``, the operations that this rank's stream has begun and finished.
+    The words are in host memory that every rank and every device of the node maps.
+
+    Attributes:
+        addresses: for each rank, the address of its words, as this device maps them.
+        words: this rank's words, int64 ``[2 (ready and done), blocks, ranks]``, see StreamWords in collectives.h.
+        progress: int64 ``[2]``, the numbers of the gathers that this rank's stream has begun and finished last.
     """
 
     def __init__(self, node: Node) -> None:
@@ -142,7 +145,7 @@ def _record(node: Node, number: int, ready: list[int], done: list[int]) -> None:
 
 
 class _Poisoning(threading.Thread):
-    """`_poison` in a thread of its own. A launch may wait for room in a queue, behind the very wait that is to end."""
+    """Calls `_poison` in a thread of its own. A launch may wait for room in a queue, behind the wait that is to end."""
 
     def __init__(self, node: Node, outputs: list[tuple[int, int]]) -> None:
         super().__init__(name="ep_plugin poison", daemon=True)
@@ -179,6 +182,7 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def _warm_up(device: torch.device) -> None:
-    """Poisons nothing of anyone's. Making the stream and loading the kernels would wait for streams that wait."""
+    """Poisons scratch memory. Later it would be too late to make the stream and load the kernels: both would wait for
+    the streams that wait."""
     scratch = torch.zeros(16, dtype=torch.uint8, device=device)
     _poison(device, [(scratch.data_ptr(), 8)], scratch[8:])

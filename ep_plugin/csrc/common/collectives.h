@@ -10,7 +10,7 @@
 //   shard       the part that one rank gives to a gather, or receives from a sum
 //   block       peer memory from which Python makes tensors, mapped by every rank of the node
 //   chunk       the part of a shard that moves at a time. Chunks are counted over all operations of a communicator
-//   chunk slot  memory for one chunk on its way
+//   cell        memory for one chunk on its way
 //   place       a position in peer memory: a block and an offset in it (place_word)
 #pragma once
 #include <array>
