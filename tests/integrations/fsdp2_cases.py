@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
@@ -260,14 +260,10 @@ def peak_bytes(run: Callable[[], Any]) -> int:
 
 
 def collectives_of(model: nn.Module) -> list[object]:
-    """What serves the gathers and reductions of every parameter group of every module, in order."""
-    return [
-        comm
-        for module in model.modules()
-        if isinstance(module, FSDPModule)
-        for group in module._get_fsdp_state()._fsdp_param_groups
-        for comm in (group._all_gather_comm, group._reduce_scatter_comm)
-    ]
+    """What serves the gathers and reductions of every parameter group, in the order of modules."""
+    from ep_plugin.integrations.fsdp2.hooks import groups_of
+
+    return [comm for group in groups_of(model) for comm in (group._all_gather_comm, group._reduce_scatter_comm)]
 
 
 def difference(ours: Trained, theirs: Trained) -> dict[str, float]:

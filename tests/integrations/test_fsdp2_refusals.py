@@ -92,7 +92,7 @@ def _without_the_places(rank: int) -> str:
     from ep_plugin.integrations import fsdp2
 
     model = cases.build(cases.Case())
-    del model._get_fsdp_state()._fsdp_param_groups[0]._reduce_scatter_comm
+    del fsdp2.hooks.groups_of(model)[0]._reduce_scatter_comm
     with pytest.raises(NotSupported) as caught:
         fsdp2.enable(model)
     return str(caught.value)

@@ -279,7 +279,7 @@ def _replaced_by_the_script(rank: int) -> None:
         layer.set_custom_all_gather(own)
     fsdp2.disable(model)
     assert pairs._pairs == {}, pair.num_users
-    assert all(layer._get_fsdp_state()._fsdp_param_groups[0]._all_gather_comm is own for layer in model)
+    assert cases.collectives_of(model)[::2] == [own] * len(model)
     fsdp2.enable(model)
     _step(model)
     model[0].set_custom_all_gather(own)
