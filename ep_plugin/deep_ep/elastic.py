@@ -19,7 +19,7 @@ from ep_plugin.deep_ep.arguments import Rows
 from ep_plugin.deep_ep.elastic_handles import (
     NOT_SERVED,
     STATS,
-    Call,
+    DispatchSettings,
     EPHandle,
     check_cached,
     check_handle,
@@ -243,7 +243,7 @@ class ElasticBuffer(ElasticMessages, SharedCommunicators):
         sms = sms_of(_checked_sms(num_sms))
         if handle is None:
             call = self._fresh(rows, topk_idx, num_experts, num_max_tokens_per_rank, expert_alignment, stats)
-            made = Call(*call, do_expand, do_cpu_sync is not False, num_sms, do_handle_copy)
+            made = DispatchSettings(*call, do_expand, do_cpu_sync is not False, num_sms, do_handle_copy)
         else:
             given = (topk_idx, num_experts, num_max_tokens_per_rank, expert_alignment, do_cpu_sync, do_expand)
             check_cached(handle, given, topk_weights, stats)
@@ -361,7 +361,7 @@ class ElasticBuffer(ElasticMessages, SharedCommunicators):
             arguments.check_tensor(STATS, stats, (torch.int32,), num_experts // self.num_ranks)
         return num_experts, most, alignment
 
-    def _comm_of(self, call: Call, device: torch.device) -> MoECommunicator:
+    def _comm_of(self, call: DispatchSettings, device: torch.device) -> MoECommunicator:
         config = MoECommunicatorConfig(
             num_experts=call.num_experts,
             hidden_size=MOST_HIDDEN,

@@ -81,7 +81,7 @@ class EPHandle:
 
 
 @dataclass(frozen=True)
-class Call:
+class DispatchSettings:
     """The settings of a dispatch without a handle. most: T_max. sync: do_cpu_sync."""
 
     num_experts: int

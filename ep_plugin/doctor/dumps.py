@@ -24,7 +24,7 @@ _MOST_BYTES = 64 * 2**20  # of a file; one of 1000 calls has some 300 kB
 _BLAME_OTHERS = ("PeerTimeout", "PeerAborted")
 
 
-class Call(NamedTuple):
+class DumpedCall(NamedTuple):
     """One call of a rank, with the fields of `runtime.calls.Call`. `ended` is None if the call had not returned."""
 
     kind: str
@@ -62,7 +62,7 @@ class Communicator(NamedTuple):
     ranks: tuple[int, ...]
     in_order: bool
     failure: Failure | None
-    calls: list[Call]
+    calls: list[DumpedCall]
 
 
 class Dump(NamedTuple):
@@ -121,7 +121,9 @@ def _dump_of(content: Any) -> Dump:
     for call in content["calls"]:
         number, epoch, began = int(call["number"]), int(call["epoch"]), float(call["began"])
         ended = None if call["ended"] is None else float(call["ended"])
-        calls[int(call["communicator"])].append(Call(str(call["kind"]), str(call["part"]), number, epoch, began, ended))
+        calls[int(call["communicator"])].append(
+            DumpedCall(str(call["kind"]), str(call["part"]), number, epoch, began, ended)
+        )
     communicators = []
     for place, one in enumerate(content["communicators"]):
         ranks = tuple(map(int, one["ranks"]))
@@ -244,14 +246,14 @@ def _places(dumps: dict[int, Dump]) -> Iterator[Finding]:
             yield from _out_of_step(first, calls, last, waiting)
 
 
-def _until(end: float, calls: Iterable[Call]) -> list[Call]:
+def _until(end: float, calls: Iterable[DumpedCall]) -> list[DumpedCall]:
     """Returns the calls that had begun by the time `end`, as they were then. A late rank calls more after that."""
     begun = (call for call in calls if call.began <= end)
     return [call._replace(ended=None) if call.ended is not None and call.ended > end else call for call in begun]
 
 
 def _out_of_step(
-    one: Communicator, calls: dict[int, list[Call]], last: dict[int, Call], waiting: set[int]
+    one: Communicator, calls: dict[int, list[DumpedCall]], last: dict[int, DumpedCall], waiting: set[int]
 ) -> Iterator[Finding]:
     """Names the ranks of a communicator that called other operations than the rest, or fewer.
 

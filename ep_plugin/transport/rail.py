@@ -44,7 +44,7 @@ _NCCL = {
 _GRAPHS_S = 1.0  # how long the abort of a rail waits for CUDA graphs; kernels of NCCL end sooner
 
 
-class Leg(NamedTuple):
+class RailMessage(NamedTuple):
     """Describes a message of the rail: a uint8 `tensor` that is sent to `node`, or received from it.
 
     Gloo matches messages by their tag.
@@ -80,8 +80,8 @@ class Rail:
         ident: a name that is the same on all ranks of the rail, and that no other rail has.
         users: the communicators that have the rail; the last one closes it.
         gathers: whether `gather` uses more of the network's bandwidth than sends do.
-        together: whether legs begin all together, after torch's current stream, which also waits for them.
-        captures: whether a CUDA graph can capture the legs.
+        together: whether messages begin all together, after torch's current stream, which also waits for them.
+        captures: whether a CUDA graph can capture the messages.
         held: whether CUDA graphs may have its operations. NCCL ends a communicator when the last of them is gone.
         progress: says which works the device has come to; None where the host waits.
     """
@@ -92,16 +92,16 @@ class Rail:
         self.gathers = self.together = self.captures = progress is not None
         self._ended = self.held = False
 
-    def begin(self, legs: Sequence[Leg]) -> list[Any]:
-        """Begins the legs, and returns their works. RuntimeError when the backend refuses one or has ended."""
+    def begin(self, messages: Sequence[RailMessage]) -> list[Any]:
+        """Begins the messages, and returns their works. RuntimeError when the backend refuses one or has ended."""
         self._refuse_if_ended()
         backend = self._backend
         if not self.together:
-            return [self._one(leg) for leg in legs]
+            return [self._one(message) for message in messages]
         backend._start_coalescing()
         try:
-            for leg in legs:
-                self._one(leg)
+            for message in messages:
+                self._one(message)
         except RuntimeError:
             # A group of NCCL that stays open would swallow this thread's later calls, also the user's.
             with contextlib.suppress(RuntimeError):
@@ -115,8 +115,8 @@ class Rail:
         work = self._backend._allgather_base(everyones, part)
         return _OnStream(work) if self.together else work
 
-    def _one(self, leg: Leg) -> Any:
-        return (self._backend.send if leg.sent else self._backend.recv)([leg.tensor], leg.node, leg.tag)
+    def _one(self, message: RailMessage) -> Any:
+        return (self._backend.send if message.sent else self._backend.recv)([message.tensor], message.node, message.tag)
 
     def _refuse_if_ended(self) -> None:
         if self._ended:
@@ -174,30 +174,30 @@ class GroupRail:
         """ranks: for each node, the rank of the group that is on this rail."""
         self._group, self._ranks, self.together = group, ranks, together
 
-    def begin(self, legs: Sequence[Leg]) -> list[Any]:
+    def begin(self, messages: Sequence[RailMessage]) -> list[Any]:
         if type(self._group) is not dist.ProcessGroup:
             # A class of Python has no backends below it, and batch_isend_irecv of PyTorch 2.15 asks for one.
-            return [self._one(leg) for leg in legs]
+            return [self._one(message) for message in messages]
         operations = [
             dist.P2POp(
-                dist.isend if leg.sent else dist.irecv,
-                leg.tensor,
+                dist.isend if message.sent else dist.irecv,
+                message.tensor,
                 group=self._group,
-                tag=leg.tag,
-                group_peer=self._ranks[leg.node],
+                tag=message.tag,
+                group_peer=self._ranks[message.node],
             )
-            for leg in legs
+            for message in messages
         ]
         return list(dist.batch_isend_irecv(operations))
 
-    def _one(self, leg: Leg) -> Any:
-        peer = self._ranks[leg.node]
-        if leg.sent:
-            return dist.isend(leg.tensor, group=self._group, tag=leg.tag, group_dst=peer)
-        return dist.irecv(leg.tensor, group=self._group, tag=leg.tag, group_src=peer)
+    def _one(self, message: RailMessage) -> Any:
+        peer = self._ranks[message.node]
+        if message.sent:
+            return dist.isend(message.tensor, group=self._group, tag=message.tag, group_dst=peer)
+        return dist.irecv(message.tensor, group=self._group, tag=message.tag, group_src=peer)
 
     def gather(self, everyones: torch.Tensor, part: torch.Tensor) -> Any:
-        raise NotImplementedError("a group's legs are sent and received")
+        raise NotImplementedError("a group's messages are sent and received")
 
     def interrupt(self, node: int, tag: int, user: User, reason: str) -> None:
         """Nothing here ends a wait before its deadline."""
@@ -364,12 +364,12 @@ def _connect_nccl(
 
 def _greet(rail: Rail, node: int, num_nodes: int, timeout_s: float) -> None:
     """Returns when all ranks are connected, and have read the keys by which they found each other."""
-    legs = [
-        Leg((node + step) % num_nodes, torch.zeros(1, dtype=torch.uint8, device="cpu"), sent, 0)
+    messages = [
+        RailMessage((node + step) % num_nodes, torch.zeros(1, dtype=torch.uint8, device="cpu"), sent, 0)
         for sent in (True, False)
         for step in range(1, num_nodes)
     ]
-    for work in rail.begin(legs):
+    for work in rail.begin(messages):
         work.wait(datetime.timedelta(seconds=timeout_s))
 
 

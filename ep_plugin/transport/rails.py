@@ -25,7 +25,7 @@ from ep_plugin.ranges import NOTHING, opener
 from ep_plugin.transport import rail
 from ep_plugin.transport.exchange import Exchange
 from ep_plugin.transport.groups import backends_of, serves_gpus
-from ep_plugin.transport.rail import GroupRail, Leg, Rail
+from ep_plugin.transport.rail import GroupRail, Rail, RailMessage
 from ep_plugin.transport.topology import NodeMap
 
 CHUNK_BYTES = {"cpu": 1 << 20, "cuda": 8 << 20}
@@ -163,19 +163,19 @@ class Rails:
             what: describes the messages in errors.
         """
         opened = self._opened()
-        legs = [
-            Leg(node, tensor, sent, self._tag(tensor.numel()))
+        messages = [
+            RailMessage(node, tensor, sent, self._tag(tensor.numel()))
             for sent, tensors in ((True, sends), (False, receives))
             for node, tensor in tensors
         ]
-        self.bytes_received += sum(leg.tensor.numel() for leg in legs if not leg.sent)
-        # Gloo begins one leg after the other, so the node of one that fails is known.
-        batches = [legs] if opened.together else [[leg] for leg in legs]
+        self.bytes_received += sum(message.tensor.numel() for message in messages if not message.sent)
+        # Gloo begins one message after the other, so the node of one that fails is known.
+        batches = [messages] if opened.together else [[message] for message in messages]
         works: list[tuple[int | None, Any]] = []
         captured = None
         for batch in filter(None, batches):
             at = batch[0].node if len(batch) == 1 else None
-            nbytes = sum(leg.tensor.numel() for leg in batch if leg.sent)
+            nbytes = sum(message.tensor.numel() for message in batch if message.sent)
             begun, captured = self._begin(opened, at, what, nbytes, functools.partial(opened.begin, batch))
             works += begun
         return UnderWay(works=works, what=what, captured=captured)

@@ -31,7 +31,9 @@ class Comparison(Options):
     """What both arms train, how often, and on which ranks. typer.BadParameter names an option that cannot be."""
 
     rounds: Annotated[int, Option(min=1, help="How often each arm trains.")] = 2
-    ranks: Annotated[int, Option(min=1, help="Processes. (default: one per GPU; 4 without GPUs)")] = None
+    ranks: Annotated[
+        int, Option(min=1, help="Processes; more than GPUs share them. (default: one per GPU; 4 without GPUs)")
+    ] = None
     nodes: Annotated[int, Option(min=1, help="Emulated nodes of as many ranks each.")] = 1
     rate: Annotated[str | None, Option(help="Of a node's link, such as 1gbit. (default: no limit)")] = None
     out: Annotated[Path, Option(help="Folder for metrics.json and loss.png.")] = Path("runs/compare")
@@ -53,7 +55,7 @@ class Comparison(Options):
         from examples.compare import train
 
         with _ended_by_signals():
-            if self.nodes > 1:
+            if self.nodes > 1 or 0 < torch.cuda.device_count() < self.ranks:
                 return self._over_nodes(options)
             if self.ranks > 1:
                 os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun sets it
@@ -66,7 +68,10 @@ class Comparison(Options):
                 raise Exit(1) from None
 
     def _over_nodes(self, options: Options) -> dict[str, Any]:
-        """The launcher of emulated nodes ends the other ranks when one dies, and all when this process ends it."""
+        """Trains through the launcher of emulated nodes, which also lets ranks share GPUs.
+
+        It ends the other ranks when one dies, and all when this process ends it.
+        """
         rate = [] if self.rate is None else ["--rate", self.rate]
         sizes = ["--nodes", str(self.nodes), "--ranks", str(self.ranks // self.nodes)]
         launcher = [sys.executable, "-m", "ep_plugin.testing.nodes", *sizes, *rate, "--"]

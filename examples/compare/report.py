@@ -29,7 +29,7 @@ def summarise(results: list[dict[str, Any]], *, code_hash: str) -> dict[str, Any
     Returns:
         Speeds are tokens of all ranks per second at the median step. Exchange times are of a median step:
         ``with_waiting`` is the mean of the ranks, ``alone`` excludes the wait for slower ranks. Both arms' must have
-        been timed. ``served`` counts the operations of each arm's first run on rank 0.
+        been timed. ``served`` and ``memory_mib`` are of rank 0 in each arm's first run.
         ``compare.max_rel_diff`` is the largest |a - b| / |b| of the loss over all steps and pairs of runs.
     """
     first = results[0]
@@ -74,6 +74,7 @@ def summarise(results: list[dict[str, Any]], *, code_hash: str) -> dict[str, Any
         **exchange,
         "fsdp2_launches": {name: runs[0]["fsdp2_launches"] for name, runs in arms.items()},
         "served": {name: runs[0]["served"] for name, runs in arms.items()},
+        "memory_mib": {name: runs[0]["memory_mib"] for name, runs in arms.items()},
         "losses": {name: runs[0]["losses"] for name, runs in arms.items()},
         "options": {name: value for name, value in options.items() if name not in ("arm", "title")},
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
@@ -111,11 +112,12 @@ def _table(metrics: dict[str, Any]) -> Table:
     title = "{model} on {world_size} x {device}, {steps} steps".format(**metrics)
     exchange = metrics.get("exchange_ms")
     columns = ["in dispatch / combine", "without waiting"] if exchange else []
-    table = Table("through", "loss", "tokens/s", "ms/step", *columns, title=title)
+    table = Table("through", "loss", "tokens/s", "ms/step", *columns, "MiB for peers", title=title)
     for name, losses in metrics["losses"].items():
         row = [f"{losses[0]:.2f} → {losses[-1]:.2f}", f"{metrics['tokens_per_s'][name]:,.0f}"]
         row += [f"{metrics['step_ms'][name]:.1f}"]
         if exchange:
             row += [f"{metrics['share_dispatch_combine'][name]:.0%}", f"{exchange[name]['alone']:.1f} ms"]
+        row += [f"{metrics['memory_mib'][name]['peers']:.1f}"]
         table.add_row(name, *row)
     return table

@@ -40,6 +40,8 @@ def train(options: Options, device: torch.device) -> dict[str, Any]:
         emulation: the nodes that are emulated, or None.
         step_seconds: per step, of the slowest rank.
         served: by integration, the operations that ep_plugin served on rank 0, and those that it left to the framework.
+        memory_mib: of rank 0: ``peers``, memory of ep_plugin that peers map, and ``peak``, the most that PyTorch had
+            allocated on the GPU, or None.
         exchange_seconds, exchange_alone_seconds: per step, the mean over ranks, and without waiting for slower ranks.
             Absent for Megatron, for a dense model, and where shared experts run during the exchange.
         fsdp2_launches: what ep_plugin ran for FSDP2, or None.
@@ -63,6 +65,7 @@ def train(options: Options, device: torch.device) -> dict[str, Any]:
         "step_seconds": step_seconds.tolist(),
         "fsdp2_launches": asdict(fsdp2.launches(model)) if options.enables_fsdp2 else None,
         "served": {row.name: {"served": row.served, "left": row.left} for row in status() if row.served or row.left},
+        "memory_mib": {"peers": sum(row.peer_bytes for row in status()) / 2**20, "peak": _peak_mib(device)},
     }
     if exchanges.numel() and not options.overlaps:
         shortest, exchange_seconds = exchanges.clone(), exchanges.sum(dim=1)
@@ -71,6 +74,10 @@ def train(options: Options, device: torch.device) -> dict[str, Any]:
         result["exchange_seconds"] = (exchange_seconds / dist.get_world_size()).tolist()
         result["exchange_alone_seconds"] = shortest.sum(dim=1).tolist()
     return result
+
+
+def _peak_mib(device: torch.device) -> float | None:
+    return torch.cuda.max_memory_allocated(device) / 2**20 if device.type == "cuda" else None
 
 
 def _run_steps(

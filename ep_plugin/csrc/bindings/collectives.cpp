@@ -15,7 +15,7 @@ void bind_cpu_collectives(py::module_& m) {
   m.attr("collective_control_bytes") = sizeof(CollectiveControl);
   m.attr("max_blocks") = kMaxPeerBlocks;
   m.attr("requests_bytes") = sizeof(Requests);
-  m.attr("call_ring_bytes") = sizeof(Call) * kCalls;
+  m.attr("call_ring_bytes") = sizeof(CallRow) * kCalls;
   bind_enum(m, "CollectiveOp", {{"ALL_GATHER", kOpAllGather}, {"REDUCE_SCATTER", kOpReduceScatter}});
   m.attr("piece_fields") = py::make_tuple("op", "bytes", "element");
   Struct<Piece>(m, "Piece")

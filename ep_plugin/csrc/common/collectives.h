@@ -2,7 +2,7 @@
 // docs/collectives.md explains how they work.
 //
 //   CPU ranks     CollectiveControl, one per rank: shards move through its cells, or stay in blocks that peers map
-//   hosts         Requests and Call rings: hosts agree on blocks, and compare what they call
+//   hosts         Requests and CallRows: hosts agree on blocks, and compare what they call
 //   GPU ranks     DeviceControl, one per rank: signals between CTAs, and counts of chunks. StreamWords: handshakes of
 //                 copy engines. FlaggedWord: small shards
 //
@@ -126,7 +126,7 @@ using CallWords = std::array<int64_t, kCallFields>;  // bytes of a shard, elemen
 // More calls than a host can be ahead of another: when a stream waits for a peer, its host soon has to wait, too.
 constexpr int kCalls = 1024;
 
-struct Call {
+struct CallRow {
   uint64_t number;  // stored last; 0 while the others change
   int64_t words[kCallFields];
 };

@@ -9,9 +9,9 @@ namespace ep {
 
 namespace {
 
-Call& row_of(Address ring, uint64_t number) { return at<Call>(ring)[number % kCalls]; }
+CallRow& row_of(Address ring, uint64_t number) { return at<CallRow>(ring)[number % kCalls]; }
 
-void post(Call& row, uint64_t number, const CallWords& words) {
+void post(CallRow& row, uint64_t number, const CallWords& words) {
   __atomic_store_n(&row.number, 0, __ATOMIC_RELAXED);
   __atomic_thread_fence(__ATOMIC_RELEASE);  // a reader that sees a new word also sees that the number has changed
   for (int field = 0; field < kCallFields; ++field) __atomic_store_n(&row.words[field], words[field], __ATOMIC_RELAXED);
@@ -19,7 +19,7 @@ void post(Call& row, uint64_t number, const CallWords& words) {
 }
 
 // Reads a row. False if its rank has not posted `number`, or has begun to overwrite the row.
-bool read(const Call& row, uint64_t number, CallWords* words) {
+bool read(const CallRow& row, uint64_t number, CallWords* words) {
   if (__atomic_load_n(&row.number, __ATOMIC_ACQUIRE) != number) return false;
   for (int field = 0; field < kCallFields; ++field)
     (*words)[field] = __atomic_load_n(&row.words[field], __ATOMIC_RELAXED);
