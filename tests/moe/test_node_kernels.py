@@ -217,16 +217,16 @@ def _combine_add(
 def _added(
     node: int, places: torch.Tensor, own: torch.Tensor, landed: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The oracle: added node by node in the type in which weights travel, and rounded once."""
+    """The oracle: added to the bias node by node, in the type in which weights travel, and rounded once."""
     wide = weight_dtype(own.dtype)
-    total = torch.zeros_like(own, dtype=wide)
+    total = torch.zeros_like(own, dtype=wide) if bias is None else bias.to(wide, copy=True)
     for each in range(places.shape[1]):
         if each == node:
             total += own.to(wide)
             continue
         goes = places[:, each] >= 0
         total[goes] += landed[places[goes, each].long()].to(wide)
-    return (total if bias is None else total + bias.to(wide)).to(own.dtype)
+    return total.to(own.dtype)
 
 
 def adds(rank: int, size: int) -> None:
