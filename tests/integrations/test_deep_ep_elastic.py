@@ -199,12 +199,12 @@ def _check_handle(
     assert metadata.dtype is torch.int32 and metadata.shape == (handle.num_recv_tokens, 2 + case.topk)
     metadata = metadata[: len(mine.x)]
     assert metadata[:, 0].tolist() == [origin * most + token for origin, token in mine.source]
-    expected = torch.full((len(mine.x), case.topk), -1)
+    expected = torch.full((len(mine.x), case.topk), -1, device=metadata.device)
     for row, pair in enumerate(where):
         if pair is not None and handle.do_expand:
             expected[pair] = row
     if not handle.do_expand:
-        expected = torch.where(mine.ids >= 0, torch.arange(len(mine.x)).unsqueeze(1), -1)
+        expected = torch.where(mine.ids >= 0, torch.arange(len(mine.x), device=mine.ids.device).unsqueeze(1), -1)
     assert torch.equal(metadata[:, 2:].long(), expected.to(metadata.device).long())
     assert handle.dst_buffer_slot_idx is handle.routing.plan
     unaligned = handle.num_unaligned_recv_tokens_per_expert
