@@ -33,6 +33,8 @@ EXPECTED = {
     "combine_flat_fp32": ["ep_plugin", GLOO],
     "roundtrip_flat_fp32": ["ep_plugin", GLOO],
     "dispatch_token_major_fp32": ["ep_plugin"],
+    "dispatch_cached_token_major_fp32": ["ep_plugin"],
+    "combine_token_major_fp32": ["ep_plugin"],
     "dispatch_flat_fp32_skew2": ["ep_plugin", GLOO],
     "roundtrip_t512": ["ep_plugin", GLOO],
     "roundtrip_t512_host_wait": ["ep_plugin", GLOO],
@@ -41,6 +43,7 @@ EXPECTED = {
     "dispatch_flat_fp8": ["ep_plugin", GLOO],
     "dispatch_cached_fp8": ["ep_plugin", GLOO],
     "dispatch_token_major_fp8": ["ep_plugin"],
+    "dispatch_cached_token_major_fp8": ["ep_plugin"],
 }
 
 

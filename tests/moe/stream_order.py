@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from ep_plugin import _C
 from ep_plugin.moe.across_nodes.nodes import Nodes
 from ep_plugin.runtime.streams import Streams
-from ep_plugin.transport.rail import Leg, Rail
+from ep_plugin.transport.rail import RailMessage, Rail
 
 CALLER, SEND, RECEIVE, RAIL = 0, 1, 2, 3
 NAMES = {CALLER: "caller", SEND: "send", RECEIVE: "receive", RAIL: "rail"}
@@ -147,20 +147,20 @@ class RecordingRail(Rail):
     def __init__(self, log: Log, rail: Rail) -> None:
         super().__init__(rail._backend, rail.ident)
         self._log, self.together, self.captures, self.progress = log, True, True, self
-        self.what, self._legs = "", Rail(rail._backend, rail.ident)
+        self.what, self._rail = "", Rail(rail._backend, rail.ident)
 
-    def begin(self, *legs: Any) -> Any:
-        if len(legs) == 2:  # as progress
-            self.what = legs[1]
+    def begin(self, *given: Any) -> Any:
+        if len(given) == 2:  # as progress
+            self.what = given[1]
             return None
         log, what = self._log, self.what
         log.events.append(("start", what))
         log.merge(RAIL, log.clocks[log.current])
-        log.use(RAIL, f"rail: {what}", [_range(leg.tensor, not leg.sent) for leg in legs[0]])
-        return [_Work(log, what, dict(log.clocks[RAIL]), self._really(legs[0]))]
+        log.use(RAIL, f"rail: {what}", [_range(message.tensor, not message.sent) for message in given[0]])
+        return [_Work(log, what, dict(log.clocks[RAIL]), self._really(given[0]))]
 
-    def _really(self, legs: Sequence[Leg]) -> list[Any]:
-        return self._legs.begin(legs)
+    def _really(self, legs: Sequence[RailMessage]) -> list[Any]:
+        return self._rail.begin(messages)
 
     def follow(self, work: Any) -> None: ...
 
