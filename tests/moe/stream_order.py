@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from ep_plugin import _C
 from ep_plugin.moe.across_nodes.nodes import Nodes
 from ep_plugin.runtime.streams import Streams
-from ep_plugin.transport.rail import RailMessage, Rail
+from ep_plugin.transport.rail import Rail, RailMessage
 
 CALLER, SEND, RECEIVE, RAIL = 0, 1, 2, 3
 NAMES = {CALLER: "caller", SEND: "send", RECEIVE: "receive", RAIL: "rail"}
@@ -159,7 +159,7 @@ class RecordingRail(Rail):
         log.use(RAIL, f"rail: {what}", [_range(message.tensor, not message.sent) for message in given[0]])
         return [_Work(log, what, dict(log.clocks[RAIL]), self._really(given[0]))]
 
-    def _really(self, legs: Sequence[RailMessage]) -> list[Any]:
+    def _really(self, messages: Sequence[RailMessage]) -> list[Any]:
         return self._rail.begin(messages)
 
     def follow(self, work: Any) -> None: ...
