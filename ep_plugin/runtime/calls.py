@@ -121,7 +121,7 @@ def _failure(error: BaseException, boards: Callable[[], dict[int, Any]]) -> dict
         "error": type(error).__name__,
         "text": text_of(error),
         "rank": getattr(error, "rank", None) if blamed else None,
-        "step": getattr(error, "step", ""),
+        "step": error.step if isinstance(error, PeerTimeout) else "",
         "boards": boards(),
     }
 

@@ -207,6 +207,21 @@ def test_a_failure_during_a_write_is_written_too(tmp_path: Path, monkeypatch: py
     assert sorted(one["name"] for one in content["communicators"] if one["failures"]) == ["inner", "outer"]
 
 
+class _Diverged(Exception):
+    """An error of a trainer, with a step of its own."""
+
+    step = object()
+
+
+def test_an_error_with_a_step_of_its_own_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EP_PLUGIN_DUMP", str(tmp_path))
+    monkeypatch.setattr(calls, "_failures", [])
+    calls.failed(calls.Calls((0,), 0, True, "communicator"), _Diverged("loss"), dict)
+    content = json.loads((tmp_path / "rank0.json").read_text())
+    (failure,) = next(one["failures"] for one in content["communicators"] if one["failures"])
+    assert (failure["error"], failure["text"], failure["step"]) == ("_Diverged", "loss", "")
+
+
 def test_links_in_a_shared_folder_lead_no_file_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another user knows the names of the files, and has put links in their places."""
     shared, elsewhere = tmp_path / "shared", tmp_path / "elsewhere"
