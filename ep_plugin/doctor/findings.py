@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 OK, WARNING, FAILURE = LEVELS = ("ok", "warning", "failure")
+_WIDEST_SUBJECT = 40  # characters: every line of the table begins behind that many
 
 
 class Finding(NamedTuple):
@@ -61,7 +62,8 @@ def status(findings: Sequence[Finding]) -> int:
 def render(findings: Sequence[Finding]) -> str:
     """Returns a table of levels, subjects and sentences, with advice below each problem. The last line counts."""
     width = max(80, min(shutil.get_terminal_size((120, 24)).columns, 120))
-    subjects = max((len(printable(finding.subject)) for finding in findings), default=0)
+    lengths = (len(printable(finding.subject)) for finding in findings)
+    subjects = min(max(lengths, default=0), _WIDEST_SUBJECT)
     margin = " " * (len(FAILURE) + subjects + 4)
     lines = []
     for level, subject, what, do in ([printable(text) for text in finding] for finding in findings):

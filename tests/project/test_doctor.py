@@ -358,6 +358,12 @@ def test_the_table_has_every_word_and_counts() -> None:
     assert (status(found), status(found[:2])) == (1, 0)
 
 
+def test_a_long_subject_does_not_multiply_the_table() -> None:
+    """A file of a failed rank may name a communicator as it likes."""
+    found = [Finding(OK, "name" * 10_000, "fine"), Finding(WARNING, "b", "odd " * 1000, "mend " * 1000)]
+    assert len(render(found)) < 150_000
+
+
 # -- processes of their own --------------------------------------------------------------------------------------------
 
 
