@@ -196,7 +196,8 @@ class BaseEngine(ABC):
     def abort(self, reason: str) -> None:
         """Ends every wait in this communicator, here and on the peers, with PeerAborted(this rank, reason).
 
-        reason: any text, which is never read as a reason of ours. It arrives as `text_of` returns it.
+        reason: any text, which is never read as a reason of ours. It arrives as `text_of` returns it, but a
+            board holds only its first 383 bytes.
         """
         try:
             self.check()
