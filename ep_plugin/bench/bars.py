@@ -184,8 +184,10 @@ def _sizes(result: dict[str, Any]) -> str:
 
 
 def plot(results: list[dict[str, Any]], path: Path) -> None:
-    """Draws the panels of all results into a PNG."""
+    """Draws the panels of all results into a PNG. Raises ValueError if there are no bars."""
     made = [panel for panel in panels(results) if panel.bars]
+    if not made:
+        raise ValueError(f"plot: expected rows that have bars, got none but rows of {FLOOR}")
     heights = [1.3 + 0.3 * len(panel.bars) + 0.2 * len({bar.case for bar in panel.bars}) for panel in made]
     with picture(path, len(made), figsize=(9, sum(heights)), height_ratios=heights) as (_, axes):
         for each, panel in zip(axes, made, strict=True):

@@ -97,7 +97,7 @@ def report_command(
     with _refusals():
         _check_writable("plot", plot)
         results = report.of_cases(loaded, case or [], impl or []) if loaded else []
-    _print(report.markdown, bars.plot, results, plot)
+        _print(report.markdown, bars.plot, results, plot)
     if refused:
         typer.echo("\n".join(refused), err=True)
         raise typer.Exit(2)

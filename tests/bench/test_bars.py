@@ -123,6 +123,14 @@ def test_a_report_of_training_and_some_implementations(tmp_path: Path) -> None:
     assert run.exit_code == 2 and "impl: expected a pattern for ep_plugin, ep_plugin sm, nccl, got 'mpi'" in run.output
 
 
+def test_a_picture_without_bars_is_refused(tmp_path: Path) -> None:
+    result = {**ABOUT, "suite": "moe_ht", "rows": [_row("combine_flat_bf16", impl, 10.0) for impl in ("nccl", "floor")]}
+    (tmp_path / "result.json").write_text(json.dumps(result))
+    words = ["report", str(tmp_path / "result.json"), "--impl", "floor", "--plot", str(tmp_path / "picture.png")]
+    run = CliRunner(env={"COLUMNS": "400"}).invoke(main, words)
+    assert run.exit_code == 2 and "plot: expected rows that have bars, got none but rows of floor" in run.output
+
+
 @pytest.mark.parametrize("path", sorted(RESULTS.rglob("*.json")), ids=lambda path: f"{path.parent.name}-{path.stem}")
 def test_every_result_in_the_repository_has_a_panel(path: Path) -> None:
     (panel,) = bars.panels([report.load(path)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from ep_plugin.bench.exchange.oracle import expert_rows, wrong_combine, wrong_di
 from ep_plugin.bench.exchange.peers import PLAIN, RailAllToAll, _flat_order, _inverse
 from ep_plugin.bench.exchange.workload import DTYPES, FLAT, Batch, Workload, batches, expert_factors, other_rows
 from ep_plugin.bench.suite import measured
-from ep_plugin.bench.suites.moe import MoeSuite
+from ep_plugin.bench.suites.moe import LowLatencySuite, MoeSuite
 from tests.ranks import run_ranks, values
 
 RANKS = 3
@@ -72,6 +73,23 @@ def test_throughput_calls_with_deep_eps_interface() -> None:
     peer = {row["case"] for row in found["rows"] if row["impl"] == "deep_ep"}
     token_major = {"dispatch_token_major_bf16", "dispatch_cached_token_major_bf16", "combine_token_major_bf16"}
     assert peer == token_major | {"dispatch_token_major_fp8", "dispatch_cached_token_major_fp8"}
+
+
+def _beside_deep_ep_with_float32(rank: int) -> list[tuple[str, str]]:
+    """DeepEP refuses float32."""
+    sys.modules["deep_ep"] = SimpleNamespace()  # type: ignore[assignment]
+    throughput = measured(CPU, replace(MOE, peer=["deep_ep"], dtype=["float32"]))
+    low_latency = LowLatencySuite(
+        backend="cpu", ranks=2, iterations=1, tokens=[8], hidden=256, topk=2, experts=6, dtype="float32",
+        peer=["deep_ep"], calls=1,
+    )  # fmt: skip
+    return [(row["case"], row["impl"]) for row in throughput["rows"] + measured(CPU, low_latency)["rows"]]
+
+
+def test_deep_ep_takes_no_part_in_cases_of_float32() -> None:
+    found = values(run_ranks(2, _beside_deep_ep_with_float32))[0]
+    assert ("combine_token_major_fp32", "ep_plugin") in found and ("combine_fp32_t8", "ep_plugin") in found
+    assert all(impl == "ep_plugin" for _, impl in found)
 
 
 def _doubled(rank: int) -> dict[str, Any]:

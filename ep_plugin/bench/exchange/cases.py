@@ -107,7 +107,7 @@ class Scene:
         ways = [replace(self._way(OURS, ours, spec.what), bytes_wire=wire, sms=sms, holders=[ours.comm])]
         for peer in peers if spec.peers else []:
             for kind in find_peers(peer):
-                if not serves(kind, spec.layout):
+                if not serves(kind, spec):
                     continue
                 impl, name = kind(spec.workload, device), name_in_results(peer, backend_of(device))
                 if peer == ALL_TO_ALL and spec.layout is EXPERT_MAJOR and spec.what == DISPATCH:
@@ -168,9 +168,11 @@ class Scene:
         return Way(case=spec.name, impl=name, run=run, check=check, bytes_wire=self.bytes_wire(impl.dedup))
 
 
-def serves(kind: Any, layout: DispatchLayout) -> bool:
-    """Whether the peer `kind` takes part in a case of `layout`. FLAT peers bring rows in the order of EXPERT_MAJOR."""
-    return kind.layout is layout or (layout is EXPERT_MAJOR and kind.layout is FLAT)
+def serves(kind: Any, spec: Spec) -> bool:
+    """Returns whether the peer `kind` takes part in a case. FLAT peers bring rows in the order of EXPERT_MAJOR."""
+    if spec.dtype not in getattr(kind, "dtypes", DTYPES):
+        return False
+    return kind.layout is spec.layout or (spec.layout is EXPERT_MAJOR and kind.layout is FLAT)
 
 
 def time_cases(

@@ -18,6 +18,7 @@ from ep_plugin.config import DispatchLayout
 from ep_plugin.moe.layout import DispatchOutput
 
 MOST_TOKENS = 256  # most tokens per rank, in the Buffer of all workloads
+_DTYPES = "bfloat16", "float8"
 _MULTIPLE = 4  # DeepEP needs the tokens of all ranks together to be a multiple of it
 
 
@@ -37,7 +38,7 @@ class DeepEp:
     """DeepEP's low-latency calls, with the members of peers.AllToAll. Rows are EXPERT_MAJOR, and come in any order
     within an expert."""
 
-    layout, dedup, exact_fp8 = DispatchLayout.EXPERT_MAJOR, False, False
+    layout, dedup, exact_fp8, dtypes = DispatchLayout.EXPERT_MAJOR, False, False, _DTYPES
 
     def __init__(self, workload: Workload, device: torch.device) -> None:
         self._tokens, self._experts = -(-workload.tokens // _MULTIPLE) * _MULTIPLE, workload.experts
@@ -86,7 +87,7 @@ class DeepEpThroughput:
     """DeepEP's throughput calls, with the members of peers.AllToAll. Rows are TOKEN_MAJOR. The SMs and chunks are
     DeepEP's defaults."""
 
-    layout, dedup = DispatchLayout.TOKEN_MAJOR, True
+    layout, dedup, dtypes = DispatchLayout.TOKEN_MAJOR, True, _DTYPES
 
     def __init__(self, workload: Workload, device: torch.device) -> None:
         self._experts = workload.experts

@@ -10,8 +10,9 @@
 - `deep_ep` is DeepEP, in deep_ep.py.
 
 For another library, for instance NCCL-EP, write a class with the members of `AllToAll` and name it: `--peer
-module:Class`. Two optional members serve comparisons. `in_order(out, state)` returns the output with its rows in
-ep_plugin's order. `exact_fp8 = False` allows FP8 rows and scales that are not rounded as torch rounds them.
+module:Class`. Three members are optional. `dtypes` has the dtypes that the library serves; it takes part in no case of
+another dtype. `in_order(out, state)` returns the output with its rows in ep_plugin's order. `exact_fp8 = False` allows
+FP8 rows and scales that are not rounded as torch rounds them.
 
 Shapes: R ranks, T tokens here, K experts per token, E_l experts per rank, N rows received (for the rail: N nodes).
 """

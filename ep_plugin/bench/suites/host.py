@@ -137,8 +137,10 @@ def _communicators(suite: HostSuite, batch: Batch, opened: contextlib.ExitStack)
 
 
 def _buffers(suite: HostSuite, batch: Batch, opened: contextlib.ExitStack) -> Calls:
-    """Yields the calls of DeepEP's interface, for 2 ranks or more: of ep_plugin, and of DeepEP if it is installed and
-    there are GPUs."""
+    """Yields the calls of ep_plugin.deep_ep, and the same calls of DeepEP if it is installed.
+
+    DeepEP needs GPUs and several ranks.
+    """
     if batch.x.dtype is not torch.bfloat16:
         return
     yield from _throughput_calls(importlib.import_module("ep_plugin.deep_ep"), OURS, suite, batch, opened)
