@@ -321,7 +321,7 @@ class ElasticBuffer(ElasticMessages, SharedCommunicators):
         biases = arguments.biases_of(bias, rows)
         sms = sms_of(_checked_sms(num_sms or handle.num_sms))
 
-        def add() -> tuple[torch.Tensor, torch.Tensor | None]:
+        def add() -> tuple[Any, ...]:
             later.current_stream_wait()
             comm, bias = communicator(handle.routing.comm), arguments.sum_of(biases)
             comm.set_sms(**sms)
@@ -331,10 +331,12 @@ class ElasticBuffer(ElasticMessages, SharedCommunicators):
                 by_pair = self._comm_of_pairs(handle, rows.device)
                 by_pair.set_sms(**sms)
                 out, weights = reduce_once(by_pair, rows.contiguous(), handle, topk_weights, bias)
-            return out, None if weights is None else weights.float()  # float64 beside float64 rows
+            # Weights are float64 beside float64 rows.
+            return out, None if weights is None else weights.float(), handle.pairs
 
-        reads = (rows, handle.routing, topk_weights, biases)
-        return ordered(add, rows.device, reads, before, async_with_compute_stream, False)
+        reads = (rows, handle.routing, handle.pairs, topk_weights, biases)
+        *results, _, event = ordered(add, rows.device, reads, before, async_with_compute_stream, False)
+        return (*results, event)
 
     def _fresh(
         self,

@@ -9,6 +9,7 @@ import torch
 
 from ep_plugin.deep_ep.elastic_handles import EPHandle
 from ep_plugin.dtypes import weight_dtype
+from ep_plugin.moe.arguments import check_beside
 from ep_plugin.moe.communicator import MoECommunicator
 from ep_plugin.moe.layout import DispatchHandle
 from ep_plugin.moe.registry import communicator
@@ -34,20 +35,22 @@ def reduce_once(
         ``[T, H]`` of x's dtype, and the sums of the weights or None. Sums are float32 (float64 for float64 rows).
     """
     T, K = handle.topk_idx.shape
+    if start is not None:
+        check_beside("bias", start, (T, x.shape[1]), comm.engine)
     if handle.pairs is None:
         handle.pairs = _dispatch_pairs(comm, x, handle)
-    rows = comm.combine(x, handle.pairs).view(T, K, x.shape[1])
+    if handle.do_expand:
+        by_pair, weights = comm.combine_with_values(x, handle.pairs, topk_weights)
+    else:  # a row has K weights, but only one pair
+        by_pair, narrow = comm.combine(x, handle.pairs), x.new_zeros((x.shape[0], _HIDDEN))
+        _, weights = communicator(handle.routing.comm).combine_with_values(narrow, handle.routing, topk_weights)
+    rows = by_pair.view(T, K, x.shape[1])
     sums = x.new_zeros((T, x.shape[1]), dtype=weight_dtype(x.dtype))
     if start is not None:
         sums.copy_(start)
     for choice in range(K):
         sums += rows[:, choice]
-    weights = None
-    if topk_weights is not None:  # one value of each pair, so there is nothing to round
-        narrow = x.new_zeros((x.shape[0], _HIDDEN))
-        routed_by = communicator(handle.routing.comm)
-        _, weights = routed_by.combine_with_values(narrow, handle.routing, topk_weights)
-    return sums.to(x.dtype), weights
+    return sums.to(x.dtype), None if weights is None else weights.view(T, K)
 
 
 def _dispatch_pairs(comm: MoECommunicator, x: torch.Tensor, handle: EPHandle) -> DispatchHandle:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from typing import Any, cast
+from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from ep_plugin import deep_ep
+from ep_plugin.deep_ep import elastic
 from ep_plugin.deep_ep.shared import _users
 from tests.integrations.deep_ep_cases import nodes_of
 from tests.moe.moe_cases import on_ranks
@@ -78,6 +81,48 @@ def _summed_by_rank(terms: torch.Tensor, ranks: torch.Tensor) -> torch.Tensor:
 def test_without_multiple_reductions_every_row_counts_as_it_is() -> None:
     on_ranks(2, _reduced_once)
     on_nodes(2, 2, _reduced_once)
+
+
+def _with_weights_here_and_there(rank: int, size: int) -> None:
+    """Rank 0 passes no weights, the others do. Then a wrong bias, and the streams' memory."""
+    T, H = 5, 64
+    group = cast(Any, dist.group.WORLD)
+    buffer = deep_ep.ElasticBuffer(group, num_max_tokens_per_rank=T, allow_multiple_reduction=False)
+    ids = torch.tensor([[0, 2 * size - 1]]).repeat(T, 1)
+    x, weights = torch.ones((T, H), dtype=torch.bfloat16), torch.rand((T, 2))
+    for expand in (False, True):
+        rows, _, got, handle, _ = buffer.dispatch(x, ids, weights, num_experts=2 * size, do_expand=expand)
+        assert got is not None
+        for _ in range(2):
+            _, returned, _ = buffer.combine(rows, handle, topk_weights=got if rank else None)
+            if rank:
+                expected = weights.clone()
+                expected[:, 0] = 0  # expert 0 is on rank 0
+                assert returned is not None and torch.equal(returned, expected)
+            else:
+                assert returned is None
+    for shape in ((1, H), (T, 1), (H,), (T - 1, H)):
+        with pytest.raises(ValueError, match=f"bias: expected shape \\({T}, {H}\\), got"):
+            buffer.combine(rows, handle, bias=torch.ones(shape, dtype=x.dtype))
+    seen: list[Any] = []
+
+    def ordered(operation: Any, device: torch.device, reads: Any, *_: Any) -> Any:
+        results = operation()
+        seen.append((reads, results))
+        return *results, deep_ep.EventOverlap()
+
+    rows, _, _, handle, _ = buffer.dispatch(x, ids, weights, num_experts=2 * size, do_expand=True)
+    with mock.patch.object(elastic, "ordered", ordered):
+        buffer.combine(rows, handle)
+        buffer.combine(rows, handle)
+    made, used = seen
+    assert any(part is handle.pairs for part in made[1])  # made on the operation's stream, then the caller's own
+    assert any(part is handle.pairs for part in used[0])
+
+
+def test_without_multiple_reductions_some_ranks_may_pass_no_weights() -> None:
+    on_ranks(2, _with_weights_here_and_there)
+    on_nodes(2, 1, _with_weights_here_and_there)
 
 
 def _domains_over_nodes(rank: int, size: int) -> None:
