@@ -17,11 +17,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ep_plugin.doctor.findings import FAILURE, OK, WARNING, Finding, ranks_said
+from ep_plugin.errors import type_and_text
 
 _FORMAT = 1
 _MOST_RANKS = 2**20
 _MOST_BYTES = 64 * 2**20  # of a file; one of 1000 calls has some 300 kB
 _BLAME_OTHERS = ("PeerTimeout", "PeerAborted")
+_UNUSABLE = (OSError, ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError, MemoryError)
 
 
 class DumpedCall(NamedTuple):
@@ -87,8 +89,8 @@ def merge(folder: Path) -> list[Finding]:
     for path in sorted(folder.glob("rank*")):
         try:
             dump = _dump_of(json.loads(_read(path)))
-        except (OSError, ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError) as error:
-            what = f"{path.name} cannot be used: {type(error).__name__}: {error}"
+        except _UNUSABLE as error:
+            what = f"{path.name} cannot be used: {type_and_text(error)}"
             findings.append(Finding(WARNING, "files", what, "its rank may have died while it wrote; the rest is used"))
             continue
         if dump.rank in dumps:

@@ -366,7 +366,11 @@ def a_huge_file(path: Path) -> None:
     os.truncate(path, 20 << 30)  # without a block on the disk
 
 
-@pytest.mark.parametrize("make", [a_pipe, a_device, a_folder, a_huge_file])
+def a_file_that_needs_much_memory(path: Path) -> None:
+    path.write_text("[" + "{}," * (21 << 20) + "0]")
+
+
+@pytest.mark.parametrize("make", [a_pipe, a_device, a_folder, a_huge_file, a_file_that_needs_much_memory])
 def test_what_is_no_file_of_a_rank_is_named_at_once(tmp_path: Path, make: Callable[[Path], None]) -> None:
     make(tmp_path / "rank1.json")
     (tmp_path / "rank0.json").write_text(json.dumps(dump(0, ["dispatch"])))
@@ -377,7 +381,7 @@ def test_what_is_no_file_of_a_rank_is_named_at_once(tmp_path: Path, make: Callab
 
 def doctor(folder: Path, *options: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """`ep-doctor --merge` in a process of its own, with little memory and little time."""
-    limit = 2 << 30
+    limit = 1 << 30
     return subprocess.run(
         [sys.executable, "-m", "ep_plugin.doctor", "--merge", str(folder), *options],
         env={**os.environ, **environment}, capture_output=True, text=True, timeout=60,
