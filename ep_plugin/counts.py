@@ -43,6 +43,11 @@ def holds(name: str, holder: Holder) -> None:
     _holders.setdefault(name, weakref.WeakSet()).add(holder)
 
 
+def leaves(name: str, holder: Holder) -> None:
+    """Counts the memory of `holder` for the integration `name` no more. Others may use it still."""
+    _holders[name].discard(holder)
+
+
 def peer_bytes(name: str) -> int:
     """Returns the bytes of peer memory that the communicators of the integration `name` hold on this rank now."""
     return held_bytes(holders(name))

@@ -151,6 +151,7 @@ class PairUser:
             for key in self._keys & _pairs.keys():
                 pair = _pairs[key]
                 pair.num_users -= 1
+                counts.leaves(self._name, pair)
                 if pair.num_users == 0:
                     closing.callback(_pairs.pop(key).close)
                 for sizes in pair.sizes.values():

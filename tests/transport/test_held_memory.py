@@ -103,6 +103,7 @@ def _by_integration(rank: int) -> None:
     del whole
     close_all("pipelining")
     user.leave()
+    assert dict(rows()) == {"transformers": comm.peer_bytes, "deepspeed": held_bytes([pair])}
     other.leave()
     assert dict(rows()) == {"transformers": comm.peer_bytes}
     comm.close()
