@@ -6,8 +6,6 @@ in all, R ranks on N nodes.
 
 from __future__ import annotations
 
-import functools
-import itertools
 from typing import Any, TypeAlias
 
 import torch
@@ -16,6 +14,7 @@ import torch.distributed as dist
 from ep_plugin import _C, env
 from ep_plugin.config import MAX_LL_TOKENS, MAX_TOPK
 from ep_plugin.deep_ep.handles import LowLatencyHandle
+from ep_plugin.deep_ep.nodes import ranks_by_node
 from ep_plugin.dtypes import weight_dtype
 from ep_plugin.errors import NotSupported
 from ep_plugin.moe.arguments import check_tensors
@@ -164,7 +163,7 @@ def layout_of(
     in_rank = chosen.unflatten(1, (size, -1)).any(2)
     in_node = None
     if nodes.num_nodes > 1:
-        by_node = in_rank.index_select(1, _ranks_by_node(nodes, ids.device))
+        by_node = in_rank.index_select(1, ranks_by_node(nodes, ids.device))
         in_node = by_node.unflatten(1, (nodes.num_nodes, -1)).any(2).sum(0, dtype=torch.int32)
     return in_rank.sum(0, dtype=torch.int32), in_node, chosen.sum(0, dtype=torch.int32), in_rank
 
@@ -175,12 +174,6 @@ def check_ids(topk_idx: torch.Tensor, num_experts: int) -> None:
         least, most = int(topk_idx.min()), int(topk_idx.max())
         if least < -1 or most >= num_experts:
             raise ValueError(f"topk_idx: expected ids from -1 to {num_experts - 1}, got {least} to {most}")
-
-
-@functools.lru_cache(maxsize=64)
-def _ranks_by_node(nodes: NodeMap, device: torch.device) -> torch.Tensor:
-    """Return all ranks, node by node, as int64 ``[R]``."""
-    return torch.tensor(list(itertools.chain(*nodes.nodes)), device=device)
 
 
 def check_agreement(topk_idx: torch.Tensor, is_token_in_rank: torch.Tensor, num_experts: int, nodes: NodeMap) -> None:

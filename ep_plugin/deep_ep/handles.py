@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from ep_plugin.deep_ep.nodes import ranks_by_node
 from ep_plugin.moe.communicator import MoECommunicator
 from ep_plugin.moe.layout import DispatchHandle
 
@@ -105,9 +106,9 @@ def received_by_local_rank(comm: MoECommunicator, routing: DispatchHandle) -> to
     through = received_from(comm, routing)
     if comm.nodes is None:
         return through
-    ranks = torch.tensor(comm.engine.node_map.nodes, device=through.device)  # [N, G]
+    ranks = ranks_by_node(comm.engine.node_map, through.device)  # copied once, since the host would wait for a copy
     counts = through.diff(prepend=through.new_zeros(1))
-    return counts[ranks].sum(0).cumsum(0, dtype=torch.int32)
+    return counts[ranks].view(-1, comm.engine.node_size).sum(0).cumsum(0, dtype=torch.int32)
 
 
 def _received_through(comm: MoECommunicator, routing: DispatchHandle) -> torch.Tensor:

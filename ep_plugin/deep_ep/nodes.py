@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 import weakref
 
 import torch
@@ -21,6 +23,12 @@ def nodes_of(group: dist.ProcessGroup) -> NodeMap:
         with contextlib.closing(Exchange(group)) as exchange:
             _node_maps[group], _ = discover(exchange, torch.device("cpu"))
     return _node_maps[group]
+
+
+@functools.lru_cache(maxsize=64)
+def ranks_by_node(nodes: NodeMap, device: torch.device) -> torch.Tensor:
+    """Return all ranks, node by node, as int64 ``[R]``."""
+    return torch.tensor(list(itertools.chain(*nodes.nodes)), device=device)
 
 
 def get_physical_domain_size(group: Group) -> tuple[int, int]:

@@ -37,7 +37,7 @@ def reduce_once(
     T, K = handle.topk_idx.shape
     if start is not None:
         check_beside("bias", start, (T, x.shape[1]), comm.engine)
-    if handle.pairs is None:
+    if handle.pairs is None or handle.pairs.comm != comm.number:  # its communicator may be closed by now
         handle.pairs = _dispatch_pairs(comm, x, handle)
     if handle.do_expand:
         by_pair, weights = comm.combine_with_values(x, handle.pairs, topk_weights)

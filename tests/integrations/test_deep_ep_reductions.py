@@ -125,6 +125,54 @@ def test_without_multiple_reductions_some_ranks_may_pass_no_weights() -> None:
     on_nodes(2, 1, _with_weights_here_and_there)
 
 
+def _after_a_buffer(rank: int, size: int) -> None:
+    """A handle outlives the buffer that used it first, and the communicator of its pairs."""
+    T_max = 65  # tokens of two experts each have the next larger bound
+    x, ids = torch.ones((3, 64)), torch.tensor([[0, size]]).repeat(3, 1)
+    group = cast(Any, dist.group.WORLD)
+    first, second = (
+        deep_ep.ElasticBuffer(
+            group, num_max_tokens_per_rank=T_max, allow_multiple_reduction=False, explicitly_destroy=True
+        )
+        for _ in range(2)
+    )
+    given: dict[str, Any] = {"num_experts": 2 * size, "do_expand": True, "do_cpu_sync": False}
+    rows, _, _, handle, _ = first.dispatch(x, ids, **given)
+    second.dispatch(x, ids, **given)
+    assert torch.equal(first.combine(rows, handle)[0], 2 * x)
+    first.destroy()
+    assert torch.equal(second.combine(rows, handle)[0], 2 * x)
+    second.destroy()
+
+
+def test_a_handle_may_outlive_the_buffer_that_used_it_first() -> None:
+    on_ranks(2, _after_a_buffer)
+
+
+def _dispatches_without_copies(rank: int, size: int) -> None:
+    """Later dispatches make no tensor on the device from numbers of the host, which would wait for the copy."""
+    buffer = deep_ep.ElasticBuffer(cast(Any, dist.group.WORLD), num_max_tokens_per_rank=4)
+    x, ids, made = torch.ones((3, 64)), torch.tensor([[rank]]).repeat(3, 1), torch.tensor
+    copied: list[Any] = []
+
+    def tensor(data: Any, **given: Any) -> torch.Tensor:
+        if "pin_memory" not in given:  # the host does not wait for a copy of pinned memory
+            copied.append((data, given))
+        return made(data, **given)
+
+    for number in range(2):
+        with mock.patch.object(torch, "tensor", tensor):
+            handle = buffer.dispatch(x, ids, num_experts=size, do_cpu_sync=False)[3]
+        assert handle.psum_num_recv_tokens_per_scaleup_rank[-1] == 3
+        if number:
+            assert not copied, copied
+        copied.clear()
+
+
+def test_over_nodes_a_dispatch_without_cpu_sync_copies_no_numbers_to_the_device() -> None:
+    on_nodes(2, 2, _dispatches_without_copies)
+
+
 def _domains_over_nodes(rank: int, size: int) -> None:
     group: Any = dist.group.WORLD
     nodes = nodes_of(size)
