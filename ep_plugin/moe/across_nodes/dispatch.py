@@ -119,7 +119,7 @@ class DispatchAcrossNodes(Operation):
             self._reserve(totals)
         self._allocate(totals, fresh)
         self._nodes.enter()
-        # This order comes before the first send. What receives need is there by then, and they wait for that send.
+        # This order comes before the first send. Receives wait for that send, so they find what they need.
         streams.order_after(streams.receive, streams.send)
         self._send_segment(0, self._payload)
 
