@@ -24,7 +24,7 @@ import torch.distributed as dist
 from ep_plugin import _C, env
 from ep_plugin.collectives.backends.messages import CudaMessages
 from ep_plugin.collectives.control import take_set
-from ep_plugin.errors import CommunicatorClosed, EpPluginError, PeerTimeout
+from ep_plugin.errors import CommunicatorClosed, EpPluginError, NotSupported, PeerTimeout
 from ep_plugin.ranges import NOTHING
 from ep_plugin.runtime.calls import Call
 from ep_plugin.runtime.faults import disagreement
@@ -37,17 +37,18 @@ _KEPT = 16  # with fewer calls, nobody looks for those that have finished
 _OVERDUE = 3  # of _C.CpuMessages.wait
 _LONGEST_NS = 2**62
 # A tag is _TAGS + [object][channel][unit][count], below 2**31. A count of 0 marks a header, of the sender or of the
-# receiver. Two objects have the same tags if their numbers differ by a multiple of _OBJECTS, so headers have it.
+# receiver.
 _TAGS, _OBJECTS, _UNITS, _COUNTS = 2**30, 2**14, 4, 2**10
 _OF_SENDER, _OF_RECEIVER = (0, 0), (1, 0)
-_BYTES, _DTYPE, _OBJECT = 0, 1, 3  # fields on which both ends agree: MessageField of csrc, and one more
-_HEADER_FIELDS = _OBJECT, _BYTES, _DTYPE
+_BYTES, _DTYPE = 0, 1  # fields on which both ends agree: MessageField of csrc
 # Ranks compare positions in this list.
 _DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
 _DTYPE_CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
 _DTYPE_BITS, _DIM_BITS = 8, 4  # of the number that stands for a dtype and an order of dimensions
 # Of messages with CPUs of other nodes, the calls that were open when their object was closed.
 _open_at_close: weakref.WeakKeyDictionary[dist.ProcessGroup, list[Started]] = weakref.WeakKeyDictionary()
+# The objects in tags whose messages may still come: those in use, and those that closed before all was received.
+_used_in_tags: weakref.WeakKeyDictionary[dist.ProcessGroup, set[int]] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ class Posted:
 @dataclass
 class Transfer:
     """One send or receive of the group's backend, for `op`. header: it receives the peer's header into this tensor,
-    int64 ``[3]``; None if it moves something else."""
+    int64 ``[2]``; None if it moves something else."""
 
     op: Posted
     work: dist.Work
@@ -99,6 +100,8 @@ class MessageEngine(GroupEngine):
     """The messages of one SendReceive object. Its construction is collective over `group`."""
 
     in_order = False
+    _in_tags = -1
+    """The object in the tags of messages between CPUs of different nodes."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, num_channels: int) -> None:
         self.num_channels = num_channels
@@ -114,6 +117,25 @@ class MessageEngine(GroupEngine):
         mine = f"{self.device.type}, {self.num_channels}, torch {torch.__version__}"
         self.exchange.agree("the device, num_channels and version of torch", mine)
         super()._construct(group)
+
+    def _agree_on_tags(self) -> int:
+        """Returns the object in the tags of this one, the same on all ranks. No message of another can meet them.
+
+        Each rank sends the numbers that it knows to be in use: those of open objects, and of closed ones whose messages
+        were not all received.
+        """
+        known = _used_in_tags.setdefault(self._group, set())
+        used = {number for one in self.exchange.all_gather("choose tags", sorted(known)) for number in one}
+        first = self.exchange.number
+        free = (number % _OBJECTS for number in range(first, first + _OBJECTS) if number % _OBJECTS not in used)
+        found = next(free, None)
+        if found is None:
+            raise NotSupported(
+                f"{self.name}: expected fewer than {_OBJECTS} SendReceive objects of the group to be open, or to have "
+                "been closed before their messages were received; make another group"
+            )
+        known.add(found)
+        return found
 
     def _construct_node(self) -> None:
         by_kernels = _moves_by_kernels(self.device)
@@ -133,6 +155,8 @@ class MessageEngine(GroupEngine):
             self.streams, self.messages = lanes, CudaMessages(self, lanes)
         else:
             self.streams, self.messages = Streams(), _C.CpuMessages(self.comm, list(block.ptrs), self.num_channels)
+        if self.device.type == "cpu" and self.rails.nodes:
+            self._in_tags = self._agree_on_tags()
         self._resources.callback(self._let_go)
         # Also at the end of the process: its thread must not use tensors that the interpreter frees.
         self._resources.callback(weakref.finalize(self, self.messages.close))
@@ -181,7 +205,7 @@ class MessageEngine(GroupEngine):
 
     def _transfer(self, op: Posted, tensor: torch.Tensor, receives: bool, place: tuple[int, int]) -> dist.Work:
         """place: the unit and the count of the tag."""
-        lane = self.exchange.number % _OBJECTS * _C.max_message_channels + op.channel
+        lane = self._in_tags * _C.max_message_channels + op.channel
         tag = _TAGS + (lane * _UNITS + place[0]) * _COUNTS + place[1]
         begin, peer = (dist.irecv, "group_src") if receives else (dist.isend, "group_dst")
         work = begin(tensor, group=self._group, tag=tag, **{peer: op.peer})
@@ -262,8 +286,6 @@ class MessageEngine(GroupEngine):
     def described(self, field: int, value: int) -> tuple[str, str]:
         if field == _BYTES:
             return "bytes of the message", str(value)
-        if field == _OBJECT:
-            return "the SendReceive object", f"number {value}"
         code, digits = value & (1 << _DTYPE_BITS) - 1, value >> _DTYPE_BITS
         if value < 0 or code >= len(_DTYPES):
             return "dtype", f"number {value}"
@@ -286,8 +308,8 @@ class MessageEngine(GroupEngine):
         return low, high, op.receives == (self.rank == low), op.channel
 
     def _header(self, op: Posted) -> list[int]:
-        """What both ends of a message compare, in the order of _HEADER_FIELDS."""
-        return [self.exchange.number, op.tensor.numel(), _dtype_and_order(op)]
+        """What both ends of a message compare: each field in its place."""
+        return [op.tensor.numel(), _dtype_and_order(op)]
 
     def _wait_for(self, transfer: Transfer, until: float | None = None) -> None:
         """until: a time.monotonic(); None: the group's timeout."""
@@ -307,10 +329,9 @@ class MessageEngine(GroupEngine):
                     "send-receive",
                 ) from None
         if transfer.header is not None:
-            both = zip(_HEADER_FIELDS, self._header(op), transfer.header.tolist(), strict=True)
-            for field_, mine, theirs in both:
+            for of, (mine, theirs) in enumerate(zip(self._header(op), transfer.header.tolist(), strict=True)):
                 if mine != theirs:
-                    raise disagreement(self, "send-receive", op.peer, field_, mine, theirs)
+                    raise disagreement(self, "send-receive", op.peer, of, mine, theirs)
 
     def _keep(self, started: Started, tensors: list[torch.Tensor]) -> None:
         """Keeps the tensors until their messages are over, also if nobody keeps the Work."""
@@ -327,6 +348,8 @@ class MessageEngine(GroupEngine):
         if self.device.type == "cpu":
             open_ones = [started for started, _ in self._kept.values() if started.transfers]
             _open_at_close.setdefault(self._group, []).extend(open_ones)
+            if not open_ones and self._error is None:
+                _used_in_tags.get(self._group, set()).discard(self._in_tags)
         self._kept.clear()
 
     def _drained(self) -> Exception | None:

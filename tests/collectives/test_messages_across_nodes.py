@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import gc
 import time
+from collections.abc import Callable
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from ep_plugin import DisagreementError, SendReceive
+from ep_plugin import DisagreementError, NotSupported, SendReceive
 from ep_plugin.collectives import messages
 from ep_plugin.transport import exchange
 from tests.collectives.collective_cases import same_bits, shard
@@ -82,27 +83,76 @@ def test_ends_on_two_nodes_that_disagree(sent: torch.Tensor, expected: torch.Ten
         assert all(one in said for one in named), said
 
 
-def _two_objects_with_one_tag(rank: int) -> str:
-    """Rank 0 receives through an object while rank 1 sends through another one, made so much later that the tags of
-    both are the same."""
-    first = SendReceive()
+def _makes(first: SendReceive) -> SendReceive:
+    """Makes an object whose number has the same remainder as that of `first`, so the tags would be the same, too."""
     assert first._engine is not None
     name, number = first._engine.exchange._group_name, first._engine.exchange.number
     exchange._instances[name] = number + messages._OBJECTS - 1
     second = SendReceive()
-    got = torch.zeros(100)
-    work = first.receive(got, 1) if rank == 0 else second.send(torch.full((100,), 2.0), 0)
-    with pytest.raises(DisagreementError) as caught:
-        work.wait()
+    assert second._engine is not None and second._engine.exchange.number == number + messages._OBJECTS
+    return second
+
+
+def _beside_an_open_object(rank: int) -> bool:
+    """Rank 0 receives through an object, while rank 1 first sends through another one."""
+    with SendReceive() as first, _makes(first) as second:
+        got = torch.zeros(2, 100)
+        if rank == 0:
+            works = [first.receive(got[0], 1), second.receive(got[1], 1)]
+        else:
+            works = [one.send(torch.full((100,), value), 0) for one, value in ((second, 2.0), (first, 1.0))]
+        for work in works:
+            work.wait()
+        return rank == 1 or got.tolist() == [[1.0] * 100, [2.0] * 100]
+
+
+def _after_a_disagreement(rank: int) -> bool:
+    """One end expects another dtype, so nobody receives the bytes of the first object."""
+    first = SendReceive()
+    with pytest.raises(DisagreementError):
+        (first.send(torch.ones(100), 1) if rank == 0 else first.receive(torch.zeros(100, dtype=I32), 0)).wait()
     first.close()
-    second.close()
-    dist.barrier()
+    with _makes(first) as second:
+        got = torch.zeros(100)
+        second.exchange(torch.full((100,), 2.0), got, 1 - rank, 1 - rank).wait()
+        return got.tolist() == [2.0] * 100
+
+
+def _after_a_receive_that_stays(rank: int) -> bool:
+    """Rank 0 closes while its receive waits, and only rank 0 knows of it."""
+    first, lost = SendReceive(), torch.zeros(100)
+    if rank == 0:
+        first.receive(lost, 1)
+    first.close()
+    with _makes(first) as second:
+        got = torch.zeros(100)
+        second.exchange(torch.full((100,), 2.0), got, 1 - rank, 1 - rank).wait()
+        return got.tolist() == [2.0] * 100 and not lost.any()
+
+
+@pytest.mark.parametrize("case", [_beside_an_open_object, _after_a_disagreement, _after_a_receive_that_stays])
+def test_objects_far_apart_do_not_meet(case: Callable[[int], bool]) -> None:
+    assert values(run_ranks(2, case, env=ONE_PER_NODE, timeout_s=20)) == [True, True]
+
+
+def _open_at_once(rank: int, most: int) -> str:
+    """Objects that are closed in order make room for others."""
+    messages._OBJECTS = most
+    for _ in range(2 * most):
+        SendReceive().close()
+    held = [SendReceive() for _ in range(most)]
+    with pytest.raises(NotSupported) as caught:
+        SendReceive()
+    held.pop().close()
+    held.append(SendReceive())
+    for one in held:
+        one.close()
     return str(caught.value)
 
 
-def test_a_message_of_another_object_is_refused() -> None:
-    for said in values(run_ranks(2, _two_objects_with_one_tag, env=ONE_PER_NODE)):
-        assert "SendReceive object is number" in said and "on rank 0" in said and "on rank 1" in said
+def test_more_objects_than_tags_are_refused() -> None:
+    for said in values(run_ranks(2, _open_at_once, 3, env=ONE_PER_NODE)):
+        assert "fewer than 3 SendReceive objects" in said
 
 
 def _disagree_while_data_moves(rank: int) -> None:

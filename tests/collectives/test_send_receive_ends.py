@@ -215,6 +215,7 @@ def _fails_in_a_batch(rank: int) -> None:
             p2p.batch([Receive(data, 1), Send(torch.ones(1), 2)])
         (_, kept), *_ = p2p._engine._kept.values()  # type: ignore[union-attr]
         assert data.data_ptr() in [one.data_ptr() for one in kept]
+    dist.barrier()  # rank 2 ends after the receive of its header has begun
     p2p.close()
     nothing_left_behind()
 
