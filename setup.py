@@ -124,7 +124,10 @@ class Toolchain:
     def key(self, source: Path) -> str:
         """A name for how `source` is compiled, so that an object of another configuration is never taken for ours."""
         parts: tuple[object, ...] = (self.compiler(source),)
-        if source.parent.name == "bindings":  # nothing else includes Python's headers: builds for several share it
+        if source.parent.name in (
+            "bindings",
+            "control",
+        ):  # nothing else includes Python's headers: builds for several share it
             parts += (pybind11.__version__, sysconfig.get_config_var("EXT_SUFFIX"))
         return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
@@ -142,6 +145,7 @@ def make_toolchain(nvcc: str | None) -> Toolchain:
 def sources(with_cuda: bool) -> list[Path]:
     return [
         *sorted(CSRC.glob("bindings/*.cpp")),
+        *sorted(CSRC.glob("control/*.cpp")),
         *sorted(CSRC.glob("cpu/*/*.cpp")),
         *(sorted(CSRC.glob("cuda/*/*.cu")) if with_cuda else ()),
     ]

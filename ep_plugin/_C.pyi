@@ -4,11 +4,12 @@ Addresses and streams are integers. Enums are those of csrc/common/layout.h and 
 describes a whole module.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import IntEnum
-from typing import Self, dataclass_transform
+from types import ModuleType
+from typing import Any, Self, dataclass_transform
 
-from torch import Tensor
+from torch import Tensor, device
 
 max_ranks: int
 max_topk: int
@@ -107,8 +108,8 @@ class _Struct:
 
     def copy(self) -> Self: ...
 
-def read_tensors(exchange_api: object, tensor: type, parameter: type) -> None:
-    """Names PyTorch's interface for C (Tensor.__dlpack_c_exchange_api__), and the types whose tensors have a form."""
+def find_torch(torch: ModuleType) -> None:
+    """Finds PyTorch's C functions in its loaded library, and its interface for tensors. ImportError: one is missing."""
 
 def form_of(*tensors: object) -> bytes | None:
     """All that kernels must know of tensors but for addresses and values, as bytes: dtypes, devices, sizes, strides,
@@ -531,8 +532,79 @@ def ll_slot_bytes(max_row_bytes: int, hidden: int, max_topk: int, /) -> int: ...
 def ll_block_bytes(ranks: int, shape: LlShape, /) -> int: ...
 def ll_plan_layout(ranks: int, local_experts: int, max_tokens: int, topk: int, /) -> LlPlanLayout: ...
 
+class StreamOrder:
+    """The order of operations on the caller's streams of a device."""
+
+    def __init__(self, device: int, /) -> None: ...
+    def enter(self, current: int, /) -> int:
+        """Returns the stream `current`, ordered after the stream of the operation before."""
+
+class LowLatency:
+    """Runs the whole of low-latency operations like earlier ones.
+
+    `dispatch` and `combine` take the arguments of MoECommunicator's methods in their order, and return their results.
+    They return None for a call that Python must take.
+    """
+
+    def __init__(
+        self,
+        owner: object,
+        running: dict[Any, Any],
+        on: device,
+        name: str,
+        board: int,
+        device_index: int,
+        table: int,
+        order: StreamOrder | None,
+        local_experts: int,
+        /,
+    ) -> None: ...
+    @property
+    def dispatch(self) -> Callable[..., Any]: ...
+    @property
+    def combine(self) -> Callable[..., Any]: ...
+    @property
+    def num_calls(self) -> int:
+        """How many operations ran here."""
+
+    def next_slot(self, kind: int, is_captured: bool, /) -> int: ...
+    def set_comm(self, comm: Comm, /) -> None: ...
+    def set_busy(self, kind: int, is_busy: bool, /) -> None: ...
+    def set_number(self, number: int, /) -> None: ...
+    def set_serves(self, name: str, /) -> None: ...
+    def remember_dispatch(
+        self,
+        form: bytes,
+        capacity: int | None,
+        quantize: str | None,
+        args: LlDispatchArgs,
+        per_expert: int,
+        columns: int,
+        dtype: str,
+        scales: int,
+        scale_dtype: str,
+        plan_words: int,
+        rows_of: tuple[Any, ...] | None,
+        /,
+    ) -> None: ...
+    def remember_combine(self, form: bytes, args: LlCombineArgs, dtype: str, /) -> None: ...
+
+def set_low_latency_objects(
+    output_type: type,
+    handle_type: type,
+    nothing: Tensor,
+    served: Callable[..., None],
+    served_kind: str,
+    sums: type,
+    current_device: Callable[[], int] | None,
+    /,
+) -> None: ...
+
 class _Kernels:
     """A device's kernel table; CPU kernels run to their end, CUDA kernels are enqueued."""
+
+    table: int
+    """The address of the KernelTable."""
 
     def plan(self, args: PlanArgs) -> None: ...
     def notify(self, args: NotifyArgs) -> None: ...

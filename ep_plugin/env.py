@@ -15,6 +15,7 @@ EP_PLUGIN_PLAIN_KERNELS        ``1``: dispatch, combine and messages on GPUs use
 EP_PLUGIN_TEST_GATE            a step at which to halt, see TEST_GATES (tests only)
 EP_PLUGIN_LOG                  ``1``: show records of level INFO, such as choices and allocations, on stderr (log.py)
 EP_PLUGIN_RANGES               ``profiler`` or ``nvtx``: put operations into ranges that profilers show (ranges.py)
+EP_PLUGIN_CONTROL              ``c`` (default on CPUs) or ``python`` (default on GPUs): what starts low-latency calls
 EP_PLUGIN_DUMP                 a folder into which a rank that fails writes its latest operations (runtime/calls.py)
 EP_PLUGIN_EMULATION            the nodes that ``ep_plugin.testing.nodes`` emulates; `ep-bench` puts it into results
 EP_PLUGIN_COMMIT               the commit that `ep-bench` writes into results outside of a git checkout
@@ -38,6 +39,7 @@ TRANSPORTS = ("auto", "shm", "nvlink")
 RAILS = ("auto", "c10d")
 FALLBACKS = ("stock",)
 RANGES = ("profiler", "nvtx")
+CONTROLS = ("c", "python")
 _RANKS = "ranks"  # a value of EP_PLUGIN_CHILDREN
 TEST_GATES = (
     "plan", "notify", "dispatch_send", "dispatch_recv", "combine_send", "all_gather", "reduce_scatter",
@@ -48,7 +50,7 @@ _PREFIX = "EP_PLUGIN"
 _BOOLEANS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 _READ_HERE = (
     "TRANSPORT", "RAIL", "RANKS_PER_NODE", "HOST", "CHECK_IDS", "PLAIN_KERNELS", "TEST_GATE", "LOG", "EMULATION",
-    "LAUNCHED_BY", "COMMIT", "FALLBACK", "CHILDREN", "RANGES", "DUMP",
+    "LAUNCHED_BY", "COMMIT", "FALLBACK", "CHILDREN", "RANGES", "DUMP", "CONTROL",
 )  # fmt: skip
 KNOWN = {_PREFIX, f"{_PREFIX}_CUDA_ARCHS", *(f"{_PREFIX}_{name}" for name in _READ_HERE)}
 _AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
@@ -76,6 +78,7 @@ class Settings(NamedTuple):
     only_ranks: bool = False
     ranges: str | None = None
     dump: str | None = None
+    control: str | None = None
 
 
 class Launcher(NamedTuple):
@@ -130,6 +133,7 @@ def _parsed(values: tuple[str | None, ...]) -> Settings:
         only_ranks=only_ranks,
         ranges=_choice("EP_PLUGIN_RANGES", RANGES),
         dump=_value("EP_PLUGIN_DUMP"),
+        control=_choice("EP_PLUGIN_CONTROL", CONTROLS),
     )
 
 

@@ -44,6 +44,10 @@ _NUM_RESULTS = len(DispatchResult._fields)
 _NUM_ROUTING = len(DispatchHandle._fields) - 1  # tensors of a handle
 
 
+def _leave_to_python(*given: Any) -> None:
+    """In the place of a function of C that runs calls like earlier ones."""
+
+
 class MoECommunicator:
     """Dispatch and combine for one group of ranks and one configuration.
 
@@ -93,6 +97,12 @@ class MoECommunicator:
         """The facts that operations over several nodes share; None on one node."""
         sizes = self._open_low_latency(group, resolved) if config.mode == "ll" else self._open(group, resolved)
         self.number = register(self, sizes)
+        self._call_dispatch: Callable[..., Any] = _leave_to_python
+        self._call_combine: Callable[..., Any] = _leave_to_python
+        engine: Any = self.engine
+        if self.config.mode == "ll" and engine.runs_in_c():
+            engine.control.set_number(self.number)
+            self._call_dispatch, self._call_combine = engine.control.dispatch, engine.control.combine
 
     def _open(self, group: dist.ProcessGroup, device: torch.device) -> str:
         """Makes the parts of a high-throughput communicator. Returns a key of all that its results' sizes depend on."""
@@ -233,7 +243,9 @@ class MoECommunicator:
             ValueError: wrong arguments; also an `x` that requires gradients with `quantize`; in mode="ll" a third
                 un-received dispatch.
         """
-        return self._dispatch(0, x, topk_ids, topk_weights, scales, previous_handle, capacity, quantize)
+        given = (x, topk_ids, topk_weights, scales, previous_handle, capacity, quantize)
+        made = None if torch.compiler.is_compiling() else self._call_dispatch(*given)
+        return self._dispatch(0, *given) if made is None else made
 
     def combine(
         self,
@@ -259,7 +271,8 @@ class MoECommunicator:
         Returns:
             ``[T, H]`` of y's dtype; the caller owns it.
         """
-        return self._combine(0, y, handle, weights, bias)
+        made = None if torch.compiler.is_compiling() else self._call_combine(y, handle, weights, bias)
+        return self._combine(0, y, handle, weights, bias) if made is None else made
 
     def combine_with_values(
         self, y: torch.Tensor, handle: DispatchHandle, values: torch.Tensor | None, bias: torch.Tensor | None = None

@@ -44,9 +44,9 @@ from ep_plugin.transport.peer import undo_on_error
 
 T = TypeVar("T")
 _enqueue_locks: dict[torch.device, threading.RLock] = {}
-_running: dict[torch.device, BaseEngine] = {}  # whose operation runs on a device, under the device's lock
+running: dict[torch.device, BaseEngine] = {}  # whose operation runs on a device, under the device's lock
 os.register_at_fork(after_in_child=_enqueue_locks.clear)  # threads that are not in the child may hold them
-os.register_at_fork(after_in_child=_running.clear)
+os.register_at_fork(after_in_child=running.clear)
 
 
 class BaseEngine(ABC):
@@ -131,20 +131,20 @@ class BaseEngine(ABC):
         `Calls.begin`.
         """
         with self.lock, on_device(self.device):
-            if self.device in _running:  # the lock lets its thread in again
+            if self.device in running:  # the lock lets its thread in again
                 raise EpPluginError(
-                    f"{self.name}: expected no operation during one of {_running[self.device].name}, got {what} in the "
+                    f"{self.name}: expected no operation during one of {running[self.device].name}, got {what} in the "
                     "handler of a signal"
                 )
             if self._error is None and not self.closed:
                 self.last_call = self.calls.begin(what, part, nbytes, continues)
             self.check()
             call = self.last_call
-            self.used_by.add(threading.current_thread())
+            self.used_by_this_thread()
             _C.announce(f"in {what} of {self._announced_name}")  # for messages of the peers of all communicators
             self._captured |= bool(self.streams.capturing())
             try:
-                _running[self.device] = self
+                running[self.device] = self
                 with self._range(self._range_name(call)) if self._range else NOTHING:
                     result = operation(self, *args)
                 call.ended = time.time()
@@ -153,14 +153,22 @@ class BaseEngine(ABC):
                 if isinstance(error, CaptureRefused):  # nothing is enqueued
                     call.ended = time.time()
                 else:
-                    with contextlib.suppress(Exception):
-                        self.settle()  # kernels still use memory that the caller would give back
-                self._fail(error, what)
+                    self.operation_failed(error, what)
                 raise
             finally:
-                del _running[self.device]
+                del running[self.device]
                 if self._to_close:
                     self.close()
+
+    def used_by_this_thread(self) -> None:
+        """Remembers the calling thread: if an exception ends it, peers abort."""
+        self.used_by.add(threading.current_thread())
+
+    def operation_failed(self, error: BaseException, what: str) -> None:
+        """Makes peers and later calls raise after an operation whose kernels may run has raised `error`."""
+        with contextlib.suppress(Exception):
+            self.settle()  # kernels still use memory that the caller would give back
+        self._fail(error, what)
 
     def _range_name(self, call: Call) -> str:
         return f"{call.kind}{call.part and f' ({call.part})'} of {self._announced_name}, {call.nbytes} bytes"
@@ -220,7 +228,7 @@ class BaseEngine(ABC):
         with self.lock:
             if self.closed or self._is_copy:
                 return
-            if _running.get(self.device) is self:  # a signal handler's call: the operation below it uses the memory
+            if running.get(self.device) is self:  # a signal handler's call: the operation below it uses the memory
                 self._to_close = True
                 return self.abort("closed by a signal handler during an operation")
             self.closed = True

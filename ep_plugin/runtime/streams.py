@@ -31,6 +31,8 @@ class Streams:
     """The order of one communicator's kernels. This class serves CPUs."""
 
     send = receive = 0
+    order: Any = None
+    """The _C.StreamOrder of `enter`; None on CPUs."""
 
     def caller(self) -> int:
         """Returns the caller's current stream."""
@@ -189,7 +191,7 @@ class CallerStreams(Streams):
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._last: int | None = None
+        self.order = _C.StreamOrder(device.index)
 
     def caller(self) -> int:
         return current_stream(self._device)
@@ -210,8 +212,7 @@ class CallerStreams(Streams):
         return current
 
     def enter(self) -> int:
-        self._last = self.follow(self._last)
-        return self._last
+        return self.order.enter(current_stream(self._device))
 
 
 @functools.cache

@@ -62,8 +62,7 @@ def check_storage(name: str, tensor: torch.Tensor) -> None:
         )
 
 
-if hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):  # otherwise no tensor has a form
-    _C.read_tensors(torch.Tensor.__dlpack_c_exchange_api__, *PLAIN)
+_C.find_torch(torch)
 _dispatch_keys = torch._C._dispatch_keys
 _dense_keys: set[int] = set()  # dispatch keys of tensors that have passed every check but that of the storage
 

@@ -25,6 +25,7 @@ SMS = sms.KernelSms(2, 3)
 LOW_LATENCY_SMS = 2
 
 KERNELS = [
+    "table",
     "plan",
     "notify",
     "dispatch_send",

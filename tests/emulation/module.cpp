@@ -25,6 +25,7 @@ void bind(py::module_& m, const char* name, void (*kernel)(const Args&...)) {
 
 PYBIND11_MODULE(_simt, m) {
   const ep::KernelTable& table = ep::cuda_kernels();
+  m.attr("table") = reinterpret_cast<uint64_t>(&table);
   bind(m, "plan", table.plan);
   bind(m, "notify", table.notify);
   bind(m, "dispatch_send", table.dispatch_send);

@@ -40,7 +40,7 @@ from ep_plugin.moe.layout import DispatchOutput, DispatchResult
 from ep_plugin.moe.low_latency import in_flight, sms
 from ep_plugin.moe.low_latency.combine import LowLatencyCombine
 from ep_plugin.moe.low_latency.dispatch import LowLatencyDispatch
-from ep_plugin.moe.low_latency.engine import LowLatencyEngine
+from ep_plugin.moe.low_latency.engine import LowLatencyEngine, control_of
 from ep_plugin.moe.low_latency.in_flight import LowLatencyOperation
 from ep_plugin.moe.low_latency.load import LowLatencyLoad
 from ep_plugin.runtime.streams import CallerStreams, Streams, kernels_for
@@ -63,12 +63,13 @@ class Share(LowLatencyEngine):
         self._set_sizes(config)
         self.kernels, self.num_sms = kernels_for(device), sms.for_device(device, ranks)
         self.streams = Streams() if device.type == "cpu" else CallerStreams(device)
-        self._issued, self._outputs, self.known = [0, 0], deque(maxlen=2), KnownCalls()
+        self._outputs, self.known = deque(maxlen=2), KnownCalls()
         zeros = functools.partial(torch.zeros, dtype=torch.uint8)
         self.state, self.ll_state = zeros(_C.state_bytes, device=device), zeros(_C.ll_state_bytes, device=device)
         self.block = zeros(self.memory_bytes, device=device)
         self._board = zeros(_C.board_bytes(self.local_experts), pin_memory=device.type == "cuda")
         self.boards: Any = SimpleNamespace(device_address=self._board.data_ptr())
+        self.control = control_of(self, self._board.data_ptr())
         self.load = LowLatencyLoad(self, self.local_experts)
 
     @property

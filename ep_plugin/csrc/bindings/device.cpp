@@ -5,11 +5,13 @@
 #include "common/collectives.h"
 #include "common/send_receive.h"
 #include "common/wire.h"
+#include "control/engine.h"
 #include "cuda/core/host.h"
 
 namespace ep::bindings {
 
 void bind_cuda(py::module_& m) {
+  control::cuda_calls() = {&stream_capture, &order_streams};
   bind_table(m, "cuda", cuda_kernels());
   bind_low_latency_table(m, "cuda", cuda_kernels());
   py::module_ kernels = m.attr("cuda");

@@ -302,6 +302,7 @@ void bind_sizes(py::module_& m) {
 
 void bind_table(py::module_& m, const char* name, const KernelTable& table) {
   py::module_ sub = m.def_submodule(name);
+  sub.attr("table") = reinterpret_cast<Address>(&table);
   bind_kernel(sub, "plan", table.plan);
   bind_kernel(sub, "notify", table.notify);
   bind_kernel(sub, "dispatch_send", table.dispatch_send);

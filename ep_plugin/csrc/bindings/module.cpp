@@ -28,7 +28,7 @@ PYBIND11_MODULE(_C, m) {
   bindings::bind_collectives(m);
   bindings::bind_low_latency(m);
   bindings::bind_messages(m);
-  bindings::bind_forms(m);
+  bindings::bind_control(m);
 #if defined(EP_WITH_CUDA)
   bindings::bind_cuda(m);
 #endif

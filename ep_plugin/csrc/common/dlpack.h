@@ -35,7 +35,8 @@ struct DLExchangeApi {
   void* object_from_managed;
   // Describes a tensor object without a reference to it. Returns 0, or -1 with Python's error set.
   int (*from_object)(void* object, DLTensor* out);
-  void* current_stream;
+  // Sets `out` to the caller's current stream on a device. Returns 0, or -1 with Python's error set.
+  int (*current_stream)(int32_t device_type, int32_t device_id, void** out);
 };
 
 }  // namespace ep

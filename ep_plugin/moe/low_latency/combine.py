@@ -15,7 +15,7 @@ from ep_plugin import _C
 from ep_plugin.dtypes import DTYPE_CODES, ELEMENTS, weight_dtype
 from ep_plugin.moe.arguments import check_beside, check_combine
 from ep_plugin.moe.in_flight import Tensors
-from ep_plugin.moe.low_latency.dispatch import check_stats, operation
+from ep_plugin.moe.low_latency.dispatch import check_stats, named, operation
 from ep_plugin.moe.low_latency.engine import LowLatencyEngine
 from ep_plugin.moe.low_latency.in_flight import RECEIVE, LowLatencyOperation
 from ep_plugin.runtime.tensors import check_kind
@@ -110,6 +110,10 @@ class LowLatencyCombine(LowLatencyOperation):
             op=operation(engine, header), hidden=hidden, id_bytes=self._ids.element_size(), element=ELEMENTS[y.dtype]
         )
         return args, (T, hidden)
+
+    def remember(self) -> None:
+        if self._out is None and not self._logfmt and self._wait_cost is None:
+            self._engine.control.remember_combine(self._form, self._known[0], named(self.rows.dtype))
 
     def fill(self, args: Any, known: Any) -> None:
         self._sums = self.rows.new_empty(known[1]) if self._out is None else self._out

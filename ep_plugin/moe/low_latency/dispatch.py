@@ -6,6 +6,7 @@ scales of a row.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -109,6 +110,21 @@ class LowLatencyDispatch(LowLatencyOperation):
         )
         return args, self._per_expert, engine.plan_words(T, K, self._per_expert)
 
+    def remember(self) -> None:
+        if self._cumulative is not None or self._wait_cost is not None:
+            return
+        engine, x, (*_, capacity, quantize) = self._engine, self.rows, self._given
+        args, per_expert, plan_words = self._known
+        dtype, scales, scale_dtype = QUANTIZED.get(quantize, x.dtype), 0, torch.float32
+        if quantize is not None:
+            scales = int(num_scales(x.shape[1]))
+            if quantize == "e4m3_ue8m0":
+                scales, scale_dtype = -(-scales // _EXPONENTS), torch.int32
+        shape = engine.local_experts, per_expert, x.shape[1]
+        rows_of = (shape, dtype) if engine.reuses_rows(math.prod(shape) * dtype.itemsize) else None
+        sizes = per_expert, x.shape[1], named(dtype), scales, named(scale_dtype), plan_words
+        engine.control.remember_dispatch(self._form, capacity, quantize, args, *sizes, rows_of)
+
     def fill(self, args: Any, known: Any) -> None:
         engine, x, ids, (_, per_expert, plan_words) = self._engine, self.rows, self._ids, known
         quantize = self._given[-1]
@@ -123,6 +139,11 @@ class LowLatencyDispatch(LowLatencyOperation):
         if phases & RECEIVE:
             self._engine.load.dispatched(self._plan, not self._routing, self._layer)
         self._engine.check()
+
+
+def named(dtype: torch.dtype) -> str:
+    """Returns the name of a dtype without that of its module."""
+    return str(dtype).removeprefix("torch.")
 
 
 _ADVICE = {

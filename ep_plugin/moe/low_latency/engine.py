@@ -15,14 +15,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ep_plugin import _C
+from ep_plugin import _C, counts, env
 from ep_plugin.config import ROW_ALIGNMENT_BYTES, MoECommunicatorConfig
 from ep_plugin.dtypes import DTYPES
 from ep_plugin.errors import CaptureRefused, NotSupported
 from ep_plugin.moe.arguments import MOST_ROWS, check_group, check_handle_words
-from ep_plugin.moe.layout import NOTHING, DispatchHandle, Routing
+from ep_plugin.moe.layout import NOTHING, DispatchHandle, DispatchOutput, Routing
 from ep_plugin.moe.low_latency import sms
 from ep_plugin.moe.low_latency.load import LowLatencyLoad
+from ep_plugin.moe.statistics import Sums
+from ep_plugin.runtime.base import running
 from ep_plugin.runtime.group import GroupEngine
 from ep_plugin.runtime.streams import kernels_for, low_latency_streams
 from ep_plugin.runtime.tensors import KnownCalls
@@ -62,7 +64,6 @@ class LowLatencyEngine(GroupEngine):
         assert config.max_tokens_per_rank is not None
         self.max_tokens: int = config.max_tokens_per_rank
         self._set_sizes(config)
-        self._issued = [0, 0]  # operations of each kind
         self.known = KnownCalls()
         self._outputs: deque[torch.UntypedStorage] = deque(maxlen=2)  # the memory of the latest outputs
         self._resources.callback(self._outputs.clear)
@@ -88,6 +89,7 @@ class LowLatencyEngine(GroupEngine):
         self.num_sms = sms.for_device(self.device, self.sharing)
         self.memory = self._own(open_memory(self.within, self.device))
         self.load = LowLatencyLoad(self, self.local_experts)
+        self.control = control_of(self, self.boards.address)
         self.ll_state = torch.zeros(_C.ll_state_bytes, dtype=torch.uint8, device=self.device)
         begin = _C.ll_mask_offset
         self.mask = self.ll_state[begin : begin + 4 * self.size].view(torch.int32)
@@ -103,6 +105,7 @@ class LowLatencyEngine(GroupEngine):
             )
         block = self.memory.allocate(self.memory_bytes, "low-latency memory")
         self.comm = self._comm_struct(block.ptrs, self.config.num_experts)
+        self.control.set_comm(self.comm)
 
     def rows_of(self, shape: tuple[int, int, int], dtype: torch.dtype) -> torch.Tensor:
         """Allocates output rows.
@@ -111,7 +114,7 @@ class LowLatencyEngine(GroupEngine):
         memory of that size comes from the system, and a page fault for each row takes longer than the row's copy.
         """
         nbytes = math.prod(shape) * dtype.itemsize
-        if self.device.type != "cpu" or nbytes < _LARGE_BYTES:
+        if not self.reuses_rows(nbytes):
             return torch.empty(shape, dtype=dtype, device=self.device)
         for at in range(len(self._outputs)):
             if _is_unused(self._outputs, at) and self._outputs[at].nbytes() == nbytes:
@@ -121,6 +124,15 @@ class LowLatencyEngine(GroupEngine):
             storage = torch.UntypedStorage(nbytes)
             self._outputs.append(storage)
         return torch.empty(0, dtype=dtype, device="cpu").set_(storage, 0, shape, (shape[1] * shape[2], shape[2], 1))
+
+    def runs_in_c(self) -> bool:
+        """Whether C runs operations like earlier ones."""
+        control = env.settings().control or ("c" if self.device.type == "cpu" else "python")
+        return control == "c" and self._range is None
+
+    def reuses_rows(self, nbytes: int) -> bool:
+        """Whether `rows_of` reuses the memory of outputs of this size."""
+        return self.device.type == "cpu" and nbytes >= _LARGE_BYTES
 
     def set_sms(self, counts: dict[str, int | None]) -> None:
         """Raises ValueError for any count, since the kernels choose their SMs."""
@@ -135,8 +147,7 @@ class LowLatencyEngine(GroupEngine):
         Operations of a kind take 0 and 1 in turn. Operations in CUDA graphs take 2 and 3, since a graph may be replayed
         while other operations are un-received.
         """
-        self._issued[kind] += 1
-        return self._issued[kind] % 2 + (2 if self.streams.capturing() else 0)
+        return self.control.next_slot(kind, bool(self.streams.capturing()))
 
     # -- handles -------------------------------------------------------------------------------------------------
 
@@ -189,6 +200,25 @@ class LowLatencyEngine(GroupEngine):
         elif name == "format" and value in list(_C.LlFormat):
             said = _C.LlFormat(value).name.lower()
         return _FIELD_NAMES.get(name, name.replace("_", " ")), said
+
+
+def control_of(engine: Any, board: int) -> Any:
+    """Returns the _C.LowLatency of an engine. board: the address of its board."""
+    device, name = engine.device, engine.name
+    index = -1 if device.type == "cpu" else device.index
+    kernels, local_experts = engine.kernels.table, engine.local_experts
+    return _C.LowLatency(engine, running, device, name, board, index, kernels, engine.streams.order, local_experts)
+
+
+_C.set_low_latency_objects(
+    DispatchOutput,
+    DispatchHandle,
+    NOTHING,
+    counts.served,
+    counts.DISPATCHES,
+    Sums,
+    getattr(torch._C, "_cuda_getDevice", None),  # not there in PyTorch's builds for CPUs
+)
 
 
 def _references(queue: Sequence[object], at: int) -> int:

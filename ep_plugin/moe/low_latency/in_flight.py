@@ -34,12 +34,17 @@ class LowLatencyOperation(Operation):
     _engine: LowLatencyEngine
     _wait_cost: torch.Tensor | None
     _call: Hashable = None  # the key by which the engine finds calls like this one, see `call_of`
+    _form: bytes | None = None
     _known: Any = None  # the result of `describe` for one of these calls
 
     @abstractmethod
     def describe(self) -> tuple[Any, ...]:
         """Returns the kernel's arguments as far as all calls of one form share them, then sizes that follow from the
         form. Call `check` first."""
+
+    @abstractmethod
+    def remember(self) -> None:
+        """Tells C the result of `describe`, by which it runs calls like this one."""
 
     @abstractmethod
     def fill(self, args: Any, known: Any) -> None:
@@ -56,6 +61,8 @@ class LowLatencyOperation(Operation):
         if self._known is None:
             self._known = self.describe()
             engine.known.remember(self._call, self._known)
+            if self._call is not None:
+                self.remember()
         args = self._args = self._known[0].copy()
         self.fill(args, self._known)
         op = args.op
@@ -65,7 +72,7 @@ class LowLatencyOperation(Operation):
 
     def _is_known(self, form: bytes | None, *settings: Hashable) -> bool:
         """Whether an earlier call of this form and these settings passed all checks."""
-        self._call = call_of(form, self.kind, *settings)
+        self._form, self._call = form, call_of(form, self.kind, *settings)
         self._known = self._engine.known.find(self._call)
         return self._known is not None
 
@@ -101,16 +108,25 @@ class LowLatencyOperation(Operation):
 
 
 class LowLatencyInFlight:
-    """The un-received operations of one communicator. `serves`: the integration that counts its operations."""
-
-    serves = ""
+    """The un-received operations of one communicator."""
 
     def __init__(self, engine: LowLatencyEngine) -> None:
         self._engine = engine
+        self.serves = ""
         self._numbers = itertools.count(1)
         self._by_number: weakref.WeakValueDictionary[int, LowLatencyOperation] = weakref.WeakValueDictionary()
         # The latest two operations of each kind, the older one first; None: it is received.
         self._latest: tuple[deque[LowLatencyOperation | None], ...] = (deque(maxlen=2), deque(maxlen=2))
+
+    @property
+    def serves(self) -> str:
+        """The integration that counts the operations."""
+        return self._serves
+
+    @serves.setter
+    def serves(self, name: str) -> None:
+        self._serves = name
+        self._engine.control.set_serves(name)
 
     def run(self, operation: LowLatencyOperation) -> Tensors:
         """Runs the whole of `operation` and returns its results. Un-received operations stay un-received."""
@@ -118,7 +134,7 @@ class LowLatencyInFlight:
             self._check(operation)
             counts.served(self.serves, kind=counts.DISPATCHES)
             result = self._engine.run(operation.name, lambda _: operation.whole(), nbytes=operation.rows.nbytes)
-            self._latest[operation.kind].append(None)
+            self._append(operation.kind, None)
             return result
 
     def start(self, operation: LowLatencyOperation) -> LowLatencyOperation:
@@ -132,7 +148,7 @@ class LowLatencyInFlight:
             operation.capture = engine.streams.capturing()
             operation.number = next(self._numbers)
             self._by_number[operation.number] = operation
-            self._latest[operation.kind].append(operation)
+            self._append(operation.kind, operation)
             return operation
 
     def collect(self, number: int) -> Tensors:
@@ -187,6 +203,12 @@ class LowLatencyInFlight:
     def _forget(self, operation: LowLatencyOperation) -> None:
         latest = self._latest[operation.kind]
         latest[latest.index(operation)] = None
+        self._append(operation.kind)
+
+    def _append(self, kind: int, *newest: LowLatencyOperation | None) -> None:
+        latest = self._latest[kind]
+        latest.extend(newest)
+        self._engine.control.set_busy(kind, any(one is not None for one in latest))  # then Python runs the next
 
 
 def _where(capture: int) -> str:

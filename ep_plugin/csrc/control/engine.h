@@ -1,0 +1,92 @@
+// One communicator, as the host path sees it, and a thread's turn on its device.
+#pragma once
+#include <cstdint>
+#include <string>
+#include <utility>
+
+#include "control/torch_c.h"
+
+namespace ep::control {
+
+// What the host path calls of a build with CUDA; null in others. bindings/device.cpp sets them.
+struct CudaCalls {
+  uint64_t (*stream_capture)(uint64_t stream, int device);  // 0: no capture
+  void (*order_streams)(uint64_t later, uint64_t earlier, int device);
+};
+CudaCalls& cuda_calls();
+
+// The order of operations on the caller's streams of one device: each runs after the one before it, in the order of the
+// calls. All communicators of a device that run on the caller's streams share it.
+class StreamOrder {
+ public:
+  explicit StreamOrder(int device) : device_(device) {}
+  // Returns `current`, ordered after the stream of the operation before, if both are in one capture of a CUDA graph or
+  // in none. Others cannot be ordered.
+  uint64_t enter(uint64_t current);
+
+ private:
+  int device_;
+  uint64_t last_ = 0;
+  bool has_last_ = false;
+};
+
+// Python's side of a communicator, a BaseEngine: its lock, first error and calls. Construction raises nothing.
+class Engine {
+ public:
+  // owner: the BaseEngine, of which it keeps a weak reference. running: the dict of the engines whose operation runs,
+  // by device. device_index: -1 for the CPU.
+  Engine(PyObject* owner, PyObject* running, PyObject* device, std::string name, Address board, int device_index);
+  Engine(const Engine&) = delete;
+  Engine& operator=(const Engine&) = delete;
+
+  bool is_on_gpu() const { return device_index >= 0; }
+
+  const std::string name;
+  const Address board;
+  const int device_index;
+  int64_t num_calls = 0;  // operations that ran here, for tests
+
+ private:
+  friend class Turn;
+  const Object owner_, running_, device_;  // owner_: a weak reference
+  uint64_t thread_ = 0;                    // the last that ran an operation here, by a number that no other thread gets
+};
+
+// A thread's turn: from the device's lock to its release, with all that BaseEngine.run does around an operation.
+//
+// It serves calls that need nothing but kernels. For any other it tells its caller to leave the call to Python, which
+// raises the errors.
+class Turn {
+ public:
+  explicit Turn(Engine& engine) : engine_(engine) {}
+  ~Turn();
+  Turn(const Turn&) = delete;
+  Turn& operator=(const Turn&) = delete;
+
+  // Takes the lock. Returns false if Python must take the call, or with Python's error set.
+  bool enter();
+  // Counts and logs the operation, and marks it as running. `kind`: its name, a str. Returns false with Python's error
+  // set; a failure of the communicator has been told to peers then.
+  bool begin(PyObject* kind, int64_t nbytes);
+  // Runs `kernel` without the interpreter's lock. Returns false as begin() does.
+  template <class Kernel>
+  bool run(const Kernel& kernel) {
+    std::string problem;
+    Py_BEGIN_ALLOW_THREADS try { kernel(); } catch (const std::exception& error) {
+      problem = error.what();
+    }
+    Py_END_ALLOW_THREADS return ended(problem);
+  }
+  PyObject* owner() const { return owner_.get(); }
+
+ private:
+  bool may_run();
+  bool ended(const std::string& problem);
+  bool failed();
+
+  Engine& engine_;
+  Object owner_, lock_, call_, kind_;
+  bool is_running_ = false;
+};
+
+}  // namespace ep::control

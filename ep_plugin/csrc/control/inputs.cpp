@@ -1,0 +1,71 @@
+#include "control/inputs.h"
+
+#include "common/layout.h"
+
+namespace ep::control {
+
+namespace {
+
+// The beginning of a tensor's part of a form. Its sizes and then its strides follow. The struct has no padding, because
+// forms are compared byte by byte.
+struct Head {
+  PyObject* dtype;   // PyTorch's object. DLPack knows fewer dtypes
+  int32_t num_dims;  // -1: no tensor
+  int32_t device_type, device_id;
+  int32_t misaligned;  // bytes past a multiple of kRowAlign
+};
+static_assert(sizeof(Head) == sizeof(PyObject*) + 4 * sizeof(int32_t), "no padding");
+
+// Sets `value` to what a method returns.
+bool ask(PyObject* object, PyObject* method, int64_t* value) {
+  const Object said = call(object, method);
+  if (!said) return false;
+  *value = PyLong_AsLongLong(said.get());
+  return !PyErr_Occurred();
+}
+
+// Whether the storage of `object` holds all elements of `tensor`, which has at least one. A storage that was freed or
+// resized may not.
+bool holds_all(PyObject* object, const DLTensor& tensor) {
+  static PyObject *const storage_name = interned("untyped_storage"), *const nbytes_name = interned("nbytes"),
+                         *const address_name = interned("data_ptr");
+  int64_t last = 0, address = 0, nbytes = 0;
+  for (int i = 0; i < tensor.num_dims; ++i) last += (tensor.shape[i] - 1) * tensor.strides[i];
+  const Object storage = call(object, storage_name);
+  if (!storage || !ask(storage.get(), address_name, &address) || !ask(storage.get(), nbytes_name, &nbytes))
+    return false;
+  const int64_t begin = static_cast<int64_t>(address_of(tensor)) - address;
+  return begin + (last + 1) * tensor.type_bits / 8 <= nbytes;
+}
+
+}  // namespace
+
+bool Inputs::read(PyObject* object) {
+  static PyObject *const is_neg_name = interned("is_neg"), *const dtype_name = interned("dtype"),
+                         *const grad_name = interned("requires_grad");
+  last_ = DLTensor{};
+  if (object == Py_None) {
+    const Head head{nullptr, -1, 0, 0, 0};
+    form_.append(reinterpret_cast<const char*>(&head), sizeof(head));
+    return true;
+  }
+  if (exchange_api() == nullptr || !is_plain(object)) return false;
+  if (exchange_api()->from_object(object, &last_) != 0) return false;  // for instance, the tensor has no memory
+  if (last_.type_code == kDLComplex || last_.type_lanes != 1) return false;
+  if (call(object, is_neg_name).get() != Py_False) return false;
+  bool is_empty = false;
+  for (int i = 0; i < last_.num_dims; ++i) is_empty |= last_.shape[i] == 0;
+  if (!is_empty && (last_.data == nullptr || !holds_all(object, last_))) return false;
+  if (torch_functions().aoti_torch_grad_mode_is_enabled())
+    needs_grad_ |= Object(PyObject_GetAttr(object, grad_name)).get() != Py_False;
+  const Object dtype(PyObject_GetAttr(object, dtype_name));  // lives as long as PyTorch
+  if (PyErr_Occurred()) return false;
+  const auto misaligned = static_cast<int32_t>(address_of(last_) % kRowAlign);
+  const Head head{dtype.get(), last_.num_dims, last_.device_type, last_.device_id, misaligned};
+  form_.append(reinterpret_cast<const char*>(&head), sizeof(head));
+  form_.append(reinterpret_cast<const char*>(last_.shape), last_.num_dims * sizeof(int64_t));
+  form_.append(reinterpret_cast<const char*>(last_.strides), last_.num_dims * sizeof(int64_t));
+  return true;
+}
+
+}  // namespace ep::control

@@ -1,0 +1,39 @@
+// The tensors of one call: their form, and their addresses.
+//
+// A form is everything that kernels must know about tensors except their addresses and values, as bytes. Calls of equal
+// form and settings need one check of their arguments in Python.
+#pragma once
+#include <string>
+
+#include "control/torch_c.h"
+
+namespace ep::control {
+
+class Inputs {
+ public:
+  Inputs() { form_.reserve(512); }
+
+  // Appends a tensor or None. Returns false if it has no form, with Python's error set if the interpreter raised one:
+  // its type stands for other tensors, its values are not as they lie in memory, or its storage is too small.
+  bool read(PyObject* object);
+
+  // Whether a tensor read so far requires a gradient that autograd would record now.
+  bool needs_grad() const { return needs_grad_; }
+  const std::string& form() const { return form_; }
+  // The tensor read last. Its sizes are PyTorch's own, and hold until the tensor changes. All 0 for None.
+  const DLTensor& last() const { return last_; }
+
+ private:
+  std::string form_;
+  DLTensor last_;
+  bool needs_grad_ = false;
+};
+
+inline Address address_of(const DLTensor& tensor) { return reinterpret_cast<Address>(tensor.data); }
+inline int64_t bytes_of(const DLTensor& tensor) {
+  int64_t elements = 1;
+  for (int i = 0; i < tensor.num_dims; ++i) elements *= tensor.shape[i];
+  return elements * tensor.type_bits / 8;
+}
+
+}  // namespace ep::control

@@ -1,0 +1,164 @@
+#include "control/torch_c.h"
+
+#include <dlfcn.h>
+
+#include <algorithm>
+
+namespace ep::control {
+
+namespace {
+
+constexpr uint32_t kMajor = 1;  // the major version of DLPack
+constexpr char kLibrary[] = "libtorch_cpu.so";
+
+TorchFunctions functions{};
+void* library = nullptr;
+const DLExchangeApi* api = nullptr;
+// Python's objects live as long as the process.
+PyObject *tensor_type = nullptr, *parameter_type = nullptr, *adopt = nullptr, *num_modes = nullptr,
+         *transforms = nullptr, *is_profiling = nullptr, *forward_ad = nullptr, *level_name = nullptr;
+
+template <class Function>
+bool find(const char* name, Function& function) {
+  function = reinterpret_cast<Function>(dlsym(library, name));
+  if (function != nullptr) return true;
+  PyErr_Format(PyExc_ImportError, "expected the function %s in %s, found none; ep_plugin needs PyTorch 2.11 or newer",
+               name, kLibrary);
+  return false;
+}
+
+// Returns the attribute at a path such as {"_C", "_aoti"}; null with Python's error set.
+PyObject* attribute(PyObject* object, std::initializer_list<const char*> path) {
+  Object found = Object::borrowed(object);
+  for (const char* name : path)
+    if (found) found = Object(PyObject_GetAttrString(found.get(), name));
+  return found.release();
+}
+
+bool find_objects(PyObject* torch) {
+  tensor_type = attribute(torch, {"Tensor"});
+  parameter_type = attribute(torch, {"nn", "Parameter"});
+  adopt = attribute(torch, {"_C", "_aoti", "alloc_tensors_by_stealing_from_void_ptrs"});
+  if (adopt == nullptr && functions.torch_tensor_to_pyobject != nullptr) PyErr_Clear();
+  num_modes = attribute(torch, {"_C", "_len_torch_dispatch_stack"});
+  transforms = attribute(torch, {"_C", "_functorch", "peek_interpreter_stack"});
+  is_profiling = attribute(torch, {"_C", "_autograd", "_profiler_enabled"});
+  forward_ad = attribute(torch, {"autograd", "forward_ad"});
+  level_name = PyUnicode_InternFromString("_current_level");
+  return !PyErr_Occurred();
+}
+
+bool find_api() {
+  const Object capsule(PyObject_GetAttrString(tensor_type, "__dlpack_c_exchange_api__"));
+  if (!capsule) {
+    PyErr_Clear();
+    return true;
+  }
+  api = static_cast<const DLExchangeApi*>(PyCapsule_GetPointer(capsule.get(), kDLExchangeApiName));
+  if (api == nullptr) return false;
+  while (api != nullptr && api->major != kMajor) api = api->previous;
+  return true;
+}
+
+// The strides of a contiguous tensor of up to 4 dimensions.
+struct Strides {
+  int64_t of[4];
+
+  explicit Strides(std::initializer_list<int64_t> sizes) {
+    int64_t next = 1;
+    for (size_t dim = sizes.size(); dim-- > 0;) {
+      of[dim] = next;
+      next *= std::max<int64_t>(sizes.begin()[dim], 1);
+    }
+  }
+};
+
+}  // namespace
+
+const TorchFunctions& torch_functions() { return functions; }
+const DLExchangeApi* exchange_api() { return api; }
+
+bool find_torch(PyObject* torch) {
+  library = dlopen(kLibrary, RTLD_NOW | RTLD_NOLOAD);
+  if (library == nullptr) {
+    PyErr_Format(PyExc_ImportError, "expected %s to be loaded by PyTorch, found none", kLibrary);
+    return false;
+  }
+  auto& to_object = functions.torch_tensor_to_pyobject;
+  to_object = reinterpret_cast<decltype(+to_object)>(dlsym(library, "torch_tensor_to_pyobject"));
+  return find("aoti_torch_empty_strided", functions.aoti_torch_empty_strided) &&
+         find("aoti_torch__reinterpret_tensor", functions.aoti_torch__reinterpret_tensor) &&
+         find("aoti_torch_get_data_ptr", functions.aoti_torch_get_data_ptr) &&
+         find("aoti_torch_delete_tensor_object", functions.aoti_torch_delete_tensor_object) &&
+         find("aoti_torch_grad_mode_is_enabled", functions.aoti_torch_grad_mode_is_enabled) && find_objects(torch) &&
+         find_api();
+}
+
+int32_t dtype_number(const std::string& name) {
+  auto number = reinterpret_cast<int32_t (*)()>(dlsym(library, ("aoti_torch_dtype_" + name).c_str()));
+  return number == nullptr ? -1 : number();
+}
+
+bool is_plain(PyObject* object) {
+  const auto* type = reinterpret_cast<PyObject*>(Py_TYPE(object));
+  return type == tensor_type || type == parameter_type;
+}
+
+bool is_watched() {
+  for (PyObject* ask : {num_modes, is_profiling}) {
+    const Object said(PyObject_CallNoArgs(ask));
+    if (!said || PyObject_IsTrue(said.get()) != 0) return true;
+  }
+  const Object top(PyObject_CallNoArgs(transforms)), level(PyObject_GetAttr(forward_ad, level_name));
+  return top.get() != Py_None || !level || PyLong_AsLongLong(level.get()) >= 0;
+}
+
+Results::~Results() {
+  for (TensorHandle handle : held_) functions.aoti_torch_delete_tensor_object(handle);
+}
+
+bool Results::empty(std::initializer_list<int64_t> sizes, int32_t dtype, Address* address, const int64_t* strides) {
+  const Strides contiguous(sizes);
+  TensorHandle made = nullptr;
+  void* data = nullptr;
+  if (functions.aoti_torch_empty_strided(sizes.size(), sizes.begin(), strides == nullptr ? contiguous.of : strides,
+                                         dtype, type_, index_, &made) != 0)
+    return false;
+  held_.push_back(made);
+  if (functions.aoti_torch_get_data_ptr(made, &data) != 0) return false;
+  *address = reinterpret_cast<Address>(data);
+  return true;
+}
+
+bool Results::view(size_t of, std::initializer_list<int64_t> sizes, int64_t begin) {
+  TensorHandle made = nullptr;
+  if (functions.aoti_torch__reinterpret_tensor(held_[of], sizes.size(), sizes.begin(), Strides(sizes).of, begin,
+                                               &made) != 0)
+    return false;
+  held_.push_back(made);
+  return true;
+}
+
+void Results::drop(size_t at) {
+  functions.aoti_torch_delete_tensor_object(held_[at]);
+  held_.erase(held_.begin() + static_cast<std::ptrdiff_t>(at));
+}
+
+Object Results::to_objects() {
+  Object list(PyList_New(static_cast<Py_ssize_t>(held_.size())));
+  for (size_t i = 0; list && i < held_.size(); ++i) {
+    void* object = nullptr;
+    if (functions.torch_tensor_to_pyobject == nullptr)
+      object = PyCapsule_New(held_[i], nullptr, nullptr);
+    else if (functions.torch_tensor_to_pyobject(held_[i], nullptr, &object) != 0)  // a reference of its own
+      PyErr_SetString(PyExc_RuntimeError, "PyTorch made no object of a tensor");
+    if (object == nullptr) return Object();
+    PyList_SET_ITEM(list.get(), static_cast<Py_ssize_t>(i), static_cast<PyObject*>(object));
+  }
+  if (!list || functions.torch_tensor_to_pyobject != nullptr) return list;
+  Object objects(PyObject_CallOneArg(adopt, list.get()));
+  if (objects) held_.clear();  // the objects have taken the handles
+  return objects;
+}
+
+}  // namespace ep::control

@@ -1,0 +1,109 @@
+// PyTorch as the host path uses it: C functions of the loaded libtorch, found by name, and the table with which its
+// tensor class exchanges DLPack tensors. So one extension file serves every PyTorch from 2.11 on.
+#pragma once
+#include <Python.h>
+
+#include <cstdint>
+#include <initializer_list>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "common/api.h"
+#include "common/dlpack.h"
+
+namespace ep::control {
+
+// A reference to an object of Python, or none. It needs the interpreter's lock.
+class Object {
+ public:
+  explicit Object(PyObject* owned = nullptr) : object_(owned) {}
+  Object(const Object& other) : object_(Py_XNewRef(other.object_)) {}
+  Object(Object&& other) noexcept : object_(other.release()) {}
+  Object& operator=(Object other) {
+    std::swap(object_, other.object_);
+    return *this;
+  }
+  ~Object() { Py_XDECREF(object_); }
+
+  static Object borrowed(PyObject* object) { return Object(Py_XNewRef(object)); }
+  PyObject* get() const { return object_; }
+  // Gives the reference to the caller.
+  PyObject* release() { return std::exchange(object_, nullptr); }
+  explicit operator bool() const { return object_ != nullptr; }
+
+ private:
+  PyObject* object_;
+};
+
+// Returns Python's string for a name in this code. It lives as long as the process.
+inline PyObject* interned(const char* name) { return PyUnicode_InternFromString(name); }
+
+// Calls a method. Null with Python's error set.
+template <class... Args>
+Object call(PyObject* object, PyObject* method, Args... args) {
+  return Object(PyObject_CallMethodObjArgs(object, method, args..., nullptr));
+}
+
+struct TensorOpaque;
+using TensorHandle = TensorOpaque*;  // AtenTensorHandle: a tensor that its holder must delete
+
+// Members have the names of PyTorch's functions. Functions return 0, or another number after an error.
+// tests/project/test_torch_c.py compares them with the headers of PyTorch.
+struct TorchFunctions {
+  int32_t (*aoti_torch_empty_strided)(int64_t ndim, const int64_t* sizes_ptr, const int64_t* strides_ptr, int32_t dtype,
+                                      int32_t device_type, int32_t device_index, TensorHandle* ret_new_tensor);
+  int32_t (*aoti_torch__reinterpret_tensor)(TensorHandle self, int64_t ndim, const int64_t* sizes_ptr,
+                                            const int64_t* strides_ptr, int64_t storage_offset,
+                                            TensorHandle* ret_new_tensor);
+  int32_t (*aoti_torch_get_data_ptr)(TensorHandle tensor, void** ret_data_ptr);
+  int32_t (*aoti_torch_delete_tensor_object)(TensorHandle tensor);
+  bool (*aoti_torch_grad_mode_is_enabled)();
+  // From PyTorch 2.14 on; null before.
+  int32_t (*torch_tensor_to_pyobject)(TensorHandle ath, void* py_type, void** ret);
+};
+
+enum TorchDevice : int32_t { kTorchCpu = 0, kTorchCuda = 1 };
+
+const TorchFunctions& torch_functions();
+// PyTorch's table, or null before find_torch(), or if its tensors have none of version 1.
+const DLExchangeApi* exchange_api();
+
+// Finds all of it. torch: the module. Returns false with Python's error set if a function is missing.
+bool find_torch(PyObject* torch);
+
+// Returns PyTorch's number of a dtype, named as in "bfloat16". -1: it has no function that tells.
+int32_t dtype_number(const std::string& name);
+
+// Whether `object` is a torch.Tensor or a Parameter itself, no subclass. Its value is then its memory.
+bool is_plain(PyObject* object);
+
+// Whether a mode, a transform, a profiler or forward-mode differentiation must see a call's operators; also if Python
+// fails to say so, with its error set.
+bool is_watched();
+
+// New tensors of one device. It deletes them, unless to_objects() has passed them on.
+class Results {
+ public:
+  Results(int32_t device_type, int32_t device_index) : type_(device_type), index_(device_index) {}
+  ~Results();
+  Results(const Results&) = delete;
+  Results& operator=(const Results&) = delete;
+
+  // Each adds a tensor, and returns false if PyTorch fails, without an error of Python's: the caller lets Python make
+  // the tensor, which raises PyTorch's error.
+  // `strides` may be null: contiguous.
+  bool empty(std::initializer_list<int64_t> sizes, int32_t dtype, Address* address, const int64_t* strides = nullptr);
+  // A contiguous view of the tensor `of`, from the element `begin` on.
+  bool view(size_t of, std::initializer_list<int64_t> sizes, int64_t begin);
+  // Deletes a tensor, whose views stay.
+  void drop(size_t at);
+  // Returns a list of tensor objects, in the order in which they were added; null with Python's error set.
+  Object to_objects();
+
+ private:
+  int32_t type_, index_;
+  std::vector<TensorHandle> held_;
+};
+
+}  // namespace ep::control
