@@ -65,7 +65,11 @@ void bind_low_latency_engine(py::module_& m) {
                                return function_of<&LowLatency::combine, 4>(engine, "combine");
                              })
       .def("next_slot", &LowLatency::next_slot)
-      .def("set_comm", [](LowLatency& engine, const Comm& comm) { engine.comm = comm; })
+      .def("set_comm",
+           [](LowLatency& engine, const py::object& comm) {
+             engine.comm = &comm.cast<const Comm&>();
+             engine.comm_object = Object(kept(comm));
+           })
       .def("set_busy", [](LowLatency& engine, int kind, bool is_busy) { engine.is_busy[kind] = is_busy; })
       .def("set_number", [](LowLatency& engine, const py::int_& number) { engine.number = Object(kept(number)); })
       .def("set_serves", [](LowLatency& engine, const py::str& name) { engine.serves = Object(kept(name)); })

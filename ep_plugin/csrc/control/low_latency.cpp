@@ -82,7 +82,7 @@ bool LowLatency::append_settings(std::string& form, PyObject* capacity, PyObject
 // kind has un-received operations, and those that are recorded.
 bool LowLatency::may_run(LlOperation& op, int kind) const {
   static PyObject* const recording = interned("recording");
-  if (comm.num_ranks == 0 || is_busy[kind]) return false;
+  if (comm == nullptr || is_busy[kind]) return false;
   if (Object(PyObject_GetAttr(objects.sums, recording)).get() != Py_False) return false;
   op.stream = 0;
   if (!is_on_gpu()) return true;
@@ -101,7 +101,7 @@ bool LowLatency::start(Turn& turn, LlOperation& op, int kind, int64_t nbytes) {
   if (!Object(PyObject_CallFunctionObjArgs(objects.served, serves.get(), one.get(), objects.served_kind, nullptr)))
     return false;
   if (!turn.begin(name_of(kind), nbytes)) return false;
-  op.comm = comm;
+  op.comm = *comm;
   op.phases = kLlSend | kLlReceive;
   op.slot = next_slot(kind, false);
   if (order != nullptr) op.stream = order->enter(op.stream);
@@ -134,7 +134,7 @@ PyObject* LowLatency::dispatch(PyObject* const* args) {
   const int64_t T = ids.shape[0], K = ids.shape[1], local = local_experts, per_expert = plan.per_expert;
   BadId bad;
   if (is_on_gpu() ? std::getenv("EP_PLUGIN_CHECK_IDS") != nullptr
-                  : find_bad_id(address_of(ids), ids.type_bits / 8, T, K, comm.num_experts, &bad))
+                  : find_bad_id(address_of(ids), ids.type_bits / 8, T, K, comm->num_experts, &bad))
     return left();
 
   // One block of int32 has all small results. Each begins where a tensor of its own might.

@@ -54,9 +54,10 @@ class LowLatency : public Engine {
   void (*run_dispatch)(const LlDispatchArgs&) = nullptr;
   void (*run_combine)(const LlCombineArgs&) = nullptr;
   std::shared_ptr<StreamOrder> order;  // null on the CPU
-  Comm comm{};                         // without ranks until the communicator has memory
+  const Comm* comm = nullptr;          // of the object below; null until the communicator has memory
   int local_experts = 0;
-  bool is_busy[2] = {};   // some operations of a kind are un-received
+  bool is_busy[2] = {};  // some operations of a kind are un-received
+  Object comm_object;
   Object number, serves;  // of the communicator; the integration that counts its operations
   static LowLatencyObjects objects;
 
