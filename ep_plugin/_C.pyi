@@ -539,6 +539,34 @@ class StreamOrder:
     def enter(self, current: int, /) -> int:
         """Returns the stream `current`, ordered after the stream of the operation before."""
 
+class Call:
+    """One call of an operation, or of a part of it, which the log keeps."""
+
+    nbytes: int
+
+    def end(self) -> None:
+        """Notes that it has returned. A call that has failed never ends."""
+
+class CallLog:
+    """The calls of one communicator, of which the process keeps the latest of all communicators.
+
+    calls: what `kept_calls` shows for the communicator. epochs: counts the operations of each kind.
+    """
+
+    def __init__(self, calls: object, epochs: dict[str, int], /) -> None: ...
+    def begin(self, kind: str, part: str, nbytes: int, continues: Call | None, /) -> Call:
+        """Counts, keeps and returns a call. continues: the call that has begun the same operation."""
+
+num_kept_calls: int
+"""The number of calls that are kept."""
+
+def kept_calls() -> list[tuple[Any, str, str, int, int, int, float, float | None]]:
+    """The kept calls, the oldest first: the communicator's `calls`, kind, part, number (the count of the operation in
+    its communicator), epoch (its count among those of its kind), bytes that this rank passes in, and when it began and
+    ended, in seconds since 1970. A call that runs, or has failed, has not ended."""
+
+def forget_calls() -> None: ...
+
 class LowLatency:
     """Runs the whole of low-latency operations like earlier ones.
 
@@ -551,6 +579,7 @@ class LowLatency:
         owner: object,
         running: dict[Any, Any],
         on: device,
+        log: CallLog,
         name: str,
         board: int,
         device_index: int,

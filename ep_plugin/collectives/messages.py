@@ -26,7 +26,6 @@ from ep_plugin.collectives.backends.messages import CudaMessages
 from ep_plugin.collectives.control import take_set
 from ep_plugin.errors import CommunicatorClosed, EpPluginError, NotSupported, PeerTimeout
 from ep_plugin.ranges import NOTHING
-from ep_plugin.runtime.calls import Call
 from ep_plugin.runtime.faults import disagreement
 from ep_plugin.runtime.group import GroupEngine
 from ep_plugin.runtime.streams import LaneStreams, Streams, kernels_for
@@ -90,7 +89,7 @@ class Started:
         waiting: is held by the thread that waits for the transfers. Gloo's second wait for a message would never end.
     """
 
-    call: Call
+    call: _C.Call
     tickets: list[Any] = field(default_factory=list)
     transfers: list[Transfer] = field(default_factory=list)
     waiting: Any = field(default_factory=threading.Lock)
@@ -218,11 +217,11 @@ class MessageEngine(GroupEngine):
         if self._is_copy:
             self.check()
         self._waiters.append(threading.get_ident())
-        call = self.calls.begin("send-receive", "wait", started.call.nbytes, started.call)
+        call = self.call_log.begin("send-receive", "wait", started.call.nbytes, started.call)
         try:
-            with self._range(self._range_name(call)) if self._range else NOTHING:
+            with self._range(self._range_name("send-receive", "wait", call.nbytes)) if self._range else NOTHING:
                 arrived = self._wait_for_all(started, timeout)
-            call.ended = time.time()
+            call.end()
             if not arrived:
                 return False
         except BaseException as error:

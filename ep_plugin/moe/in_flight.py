@@ -18,11 +18,10 @@ from typing import ClassVar, Generic, ParamSpec, TypeAlias, TypeVar
 import torch
 from torch._compile import _disable_dynamo
 
-from ep_plugin import counts
+from ep_plugin import _C, counts
 from ep_plugin.errors import CaptureRefused, EpPluginError
 from ep_plugin.moe.layout import DispatchHandle, DispatchOutput
 from ep_plugin.runtime.base import BaseEngine
-from ep_plugin.runtime.calls import Call
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -34,7 +33,7 @@ class Operation(ABC):
     """One dispatch or combine, made from its operator's arguments. It holds every tensor that its kernels read."""
 
     name: ClassVar[str]
-    call: Call | None = None  # the call that has started it
+    call: _C.Call | None = None  # the call that has started it
     number = 0  # the operator finds a started operation by it
     capture = 0  # the CUDA graph capture that it was started in; 0: none
     result: Tensors | None = None  # the operator's results, between finish and collect

@@ -11,7 +11,6 @@ import functools
 import os
 import sys
 import threading
-import time
 import warnings
 import weakref
 from abc import ABC, abstractmethod
@@ -36,7 +35,7 @@ from ep_plugin.log import log
 from ep_plugin.ranges import NOTHING, opener
 from ep_plugin.runtime import uncaught
 from ep_plugin.runtime.board import Boards
-from ep_plugin.runtime.calls import Call, Calls, failed
+from ep_plugin.runtime.calls import Calls, failed
 from ep_plugin.runtime.faults import aborted_error, seen_on_boards
 from ep_plugin.runtime.streams import Streams, on_device
 from ep_plugin.transport.exchange import Exchange
@@ -57,7 +56,7 @@ class BaseEngine(ABC):
     closed = True  # until it is constructed
     in_order = True
     """Whether all ranks call the same operations in the same order."""
-    last_call: Call
+    last_call: _C.Call
 
     def __init__(self, exchange: Exchange, device: torch.device, *given: Any) -> None:
         """given: the arguments of `_construct`, which are not kept."""
@@ -69,14 +68,15 @@ class BaseEngine(ABC):
         self._error: Exception | None = None
         self._captured = self._to_close = self._is_copy = False
         self.calls = Calls(exchange.job_ranks, exchange.rank, self.in_order, self.name)
+        self.call_log = _C.CallLog(self.calls, self.calls.epochs)
         # What is made now may be written outside of the caller's inference mode.
         with torch.inference_mode(False), undo_on_error(self._not_constructed) as made:
             self._resources = made
             self._resources.callback(exchange.close)
             self._range = opener()
-            call = self.calls.begin("construction", "", 0, None)
+            call = self.call_log.begin("construction", "", 0, None)
             self._construct(*given)
-            call.ended = time.time()
+            call.end()
         self._announced_name = self.name  # does not change any more
         self._identify()
         self.closed = False
@@ -123,12 +123,12 @@ class BaseEngine(ABC):
         *args: Any,
         nbytes: int = 0,
         part: str = "",
-        continues: Call | None = None,
+        continues: _C.Call | None = None,
     ) -> T:
         """Returns operation(self, *args). If the operation fails, peers abort.
 
         After a fault or a close it raises as `check` does, and calls nothing. nbytes, part, continues: see
-        `Calls.begin`.
+        `_C.CallLog.begin`.
         """
         with self.lock, on_device(self.device):
             if self.device in running:  # the lock lets its thread in again
@@ -137,7 +137,7 @@ class BaseEngine(ABC):
                     "handler of a signal"
                 )
             if self._error is None and not self.closed:
-                self.last_call = self.calls.begin(what, part, nbytes, continues)
+                self.last_call = self.call_log.begin(what, part, nbytes, continues)
             self.check()
             call = self.last_call
             self.used_by_this_thread()
@@ -145,13 +145,13 @@ class BaseEngine(ABC):
             self._captured |= bool(self.streams.capturing())
             try:
                 running[self.device] = self
-                with self._range(self._range_name(call)) if self._range else NOTHING:
+                with self._range(self._range_name(what, part, nbytes)) if self._range else NOTHING:
                     result = operation(self, *args)
-                call.ended = time.time()
+                call.end()
                 return result
             except BaseException as error:
                 if isinstance(error, CaptureRefused):  # nothing is enqueued
-                    call.ended = time.time()
+                    call.end()
                 else:
                     self.operation_failed(error, what)
                 raise
@@ -170,8 +170,8 @@ class BaseEngine(ABC):
             self.settle()  # kernels still use memory that the caller would give back
         self._fail(error, what)
 
-    def _range_name(self, call: Call) -> str:
-        return f"{call.kind}{call.part and f' ({call.part})'} of {self._announced_name}, {call.nbytes} bytes"
+    def _range_name(self, what: str, part: str, nbytes: int) -> str:
+        return f"{what}{part and f' ({part})'} of {self._announced_name}, {nbytes} bytes"
 
     def settle(self) -> None:
         """Orders the caller's stream after all that is enqueued."""

@@ -14,7 +14,6 @@ import secrets
 import socket
 import threading
 import time
-from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,47 +22,26 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ep_plugin import env
+from ep_plugin import _C, env
 from ep_plugin.errors import PeerAborted, PeerTimeout, text_of, type_and_text
 from ep_plugin.log import logger
 from ep_plugin.transport.peer import undo_on_error
 from ep_plugin.transport.threads import call_in_thread
 
 FORMAT = 1
-_KEPT = 1000
 _WRITE_S = 5.0  # the longest that a failing rank waits for its folder, whose server may be gone
-
-
-@dataclass(slots=True)
-class Call:
-    """One call of an operation, or of a part of it.
-
-    Attributes:
-        number: the count of the operation in its communicator, 1 for the first.
-        epoch: its count among the operations of its kind.
-        nbytes: the bytes that this rank passes in.
-        began, ended: seconds since 1970. ended is None while the call runs, and after it has failed.
-    """
-
-    calls: Calls
-    kind: str
-    part: str
-    number: int
-    epoch: int
-    nbytes: int
-    began: float
-    ended: float | None = None
 
 
 @dataclass(eq=False)
 class Calls:
-    """The calls of one communicator.
+    """What a dump says of one communicator, beside its calls, which `_C.CallLog` keeps.
 
     Attributes:
         ranks: the ranks of the group, as ranks of the job.
         rank: the index of this rank among them.
         in_order: whether all ranks call the same operations in the same order.
         name, ident: the name and ident of the communicator's Exchange, once the ranks have agreed.
+        epochs: the number of operations of each kind.
     """
 
     ranks: tuple[int, ...]
@@ -71,22 +49,10 @@ class Calls:
     in_order: bool
     name: str
     ident: str = ""
-    number: int = 0
-    epochs: Counter[str] = field(default_factory=Counter)
-
-    def begin(self, kind: str, part: str, nbytes: int, continues: Call | None) -> Call:
-        """Counts, keeps and returns a call. continues: the call that has begun the same operation."""
-        if continues is None:
-            self.number += 1
-            self.epochs[kind] += 1
-            call = Call(self, kind, part, self.number, self.epochs[kind], nbytes, time.time())
-        else:
-            call = Call(self, kind, part, continues.number, continues.epoch, nbytes, time.time())
-        _recent.append(call)
-        return call
+    epochs: dict[str, int] = field(default_factory=dict)
 
 
-_recent: deque[Call] = deque(maxlen=_KEPT)
+_CALL_FIELDS = "kind", "part", "number", "epoch", "nbytes", "began", "ended"  # of _C.kept_calls()
 _failures: list[tuple[Calls, dict[str, Any]]] = []
 _writing = threading.RLock()  # a signal's handler, or garbage that is collected, may fail another communicator
 _unwritable: set[str] = set()  # folders of which a warning was logged; nothing more is written there
@@ -128,8 +94,8 @@ def _failure(error: BaseException, boards: Callable[[], dict[int, Any]]) -> dict
 
 def _content(rank: int) -> dict[str, Any]:
     """Returns the content of the file. rank: the rank of this process in the job."""
-    recent = list(_recent)
-    known = {id(one): one for one in [*(call.calls for call in recent), *(calls for calls, _ in _failures)]}
+    recent = _C.kept_calls()
+    known = {id(one): one for one in [*(calls for calls, *_ in recent), *(calls for calls, _ in _failures)]}
     places = {key: place for place, key in enumerate(known)}
     return {
         "format": FORMAT,
@@ -150,11 +116,8 @@ def _content(rank: int) -> dict[str, Any]:
             for one in known.values()
         ],
         "calls": [
-            {
-                "communicator": places[id(call.calls)],
-                **{name: getattr(call, name) for name in Call.__slots__ if name != "calls"},
-            }
-            for call in recent
+            {"communicator": places[id(calls)], **dict(zip(_CALL_FIELDS, values, strict=True))}
+            for calls, *values in recent
         ],
     }
 
@@ -173,7 +136,7 @@ def _write(folder: Path, rank: int, text: str) -> None:
 def _forget() -> None:
     global _writing
     _writing = threading.RLock()  # a thread of the parent may hold it
-    _recent.clear()
+    _C.forget_calls()
     _failures.clear()
 
 

@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ep_plugin import _C
 from ep_plugin.collectives.send_receive import SendReceive
 from ep_plugin.doctor.__main__ import main
 from ep_plugin.doctor.dumps import merge
@@ -247,15 +248,16 @@ def test_a_file_that_cannot_be_finished_is_removed(tmp_path: Path) -> None:
 
 def _count(rank: int) -> tuple[int, list[str]]:
     comm = open_with_deadline(2, 30)
-    for _ in range(calls._KEPT // 2 + 1):
+    for _ in range(_C.num_kept_calls // 2 + 1):
         round_trip(comm)
     dist.barrier()
     comm.abort("over")
-    return len(calls._recent), sorted({call.kind for call in calls._recent})
+    kept = _C.kept_calls()
+    return len(kept), sorted({kind for _, kind, *_ in kept})
 
 
 def test_the_history_is_bounded() -> None:
-    assert values(run_ranks(2, _count)) == [(calls._KEPT, ["combine", "dispatch"])] * 2
+    assert values(run_ranks(2, _count)) == [(_C.num_kept_calls, ["combine", "dispatch"])] * 2
 
 
 # -- merging files ---------------------------------------------------------------------------------------------------

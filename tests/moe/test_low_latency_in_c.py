@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ep_plugin import EpPluginError, MoECommunicator, PeerAborted, record_stats
+from ep_plugin import _C, EpPluginError, MoECommunicator, PeerAborted, record_stats
 from ep_plugin.errors import CommunicatorClosed
 from tests.faults.fault_cases import nothing_left_behind
 from tests.moe.low_latency_cases import low_latency
@@ -362,9 +362,9 @@ def _logged(rank: int, size: int) -> None:
     x, ids, _ = _tokens(torch.Generator().manual_seed(3), 4, 128, torch.bfloat16)
     for turn in range(1, 4):
         comm.dispatch(x, ids)
-        call = comm.engine.last_call
-        assert (call.kind, call.number - 1, call.epoch, call.nbytes) == ("dispatch", turn, turn, x.nbytes)
-        assert call.ended is not None and call.began <= call.ended
+        calls, *call, began, ended = _C.kept_calls()[-1]
+        assert calls is comm.engine.calls and call == ["dispatch", "", turn + 1, turn, x.nbytes]
+        assert ended is not None and began <= ended
     comm.close()
 
 

@@ -69,6 +69,7 @@ class Share(LowLatencyEngine):
         self.block = zeros(self.memory_bytes, device=device)
         self._board = zeros(_C.board_bytes(self.local_experts), pin_memory=device.type == "cuda")
         self.boards: Any = SimpleNamespace(device_address=self._board.data_ptr())
+        self.call_log = _C.CallLog(self, {})
         self.control = control_of(self, self._board.data_ptr())
         self.load = LowLatencyLoad(self, self.local_experts)
 

@@ -46,9 +46,10 @@ py::object form_of(const py::args& tensors) {
 void bind_low_latency_engine(py::module_& m) {
   py::class_<LowLatency, std::shared_ptr<LowLatency>>(m, "LowLatency")
       .def(py::init([](const py::object& owner, const py::object& running, const py::object& device,
-                       const std::string& name, Address board, int device_index, Address table,
-                       std::shared_ptr<control::StreamOrder> order, int local_experts) {
-        auto engine = std::make_shared<LowLatency>(owner.ptr(), running.ptr(), device.ptr(), name, board, device_index);
+                       std::shared_ptr<control::CallLog> log, const std::string& name, Address board, int device_index,
+                       Address table, std::shared_ptr<control::StreamOrder> order, int local_experts) {
+        auto engine = std::make_shared<LowLatency>(owner.ptr(), running.ptr(), device.ptr(), std::move(log), name,
+                                                   board, device_index);
         engine->run_dispatch = at<KernelTable>(table)->ll_dispatch;
         engine->run_combine = at<KernelTable>(table)->ll_combine;
         engine->order = std::move(order);
@@ -116,6 +117,26 @@ void bind_control(py::module_& m) {
   py::class_<control::StreamOrder, std::shared_ptr<control::StreamOrder>>(m, "StreamOrder")
       .def(py::init<int>())
       .def("enter", &control::StreamOrder::enter);
+  py::class_<control::Call>(m, "Call")
+      .def("end", [](const control::Call& call) { control::CallLog::end(call); })
+      .def_readonly("nbytes", &control::Call::nbytes);
+  py::class_<control::CallLog, std::shared_ptr<control::CallLog>>(m, "CallLog")
+      .def(py::init([](const py::object& calls, const py::dict& epochs) {
+        return std::make_shared<control::CallLog>(calls.ptr(), epochs.ptr());
+      }))
+      .def("begin", [](control::CallLog& log, const py::str& kind, const py::str& part, int64_t nbytes,
+                       const control::Call* continues) {
+        control::Call call;
+        if (!log.begin(call, kind.ptr(), part.ptr(), nbytes, continues)) throw py::error_already_set();
+        return call;
+      });
+  m.attr("num_kept_calls") = control::kKeptCalls;
+  m.def("kept_calls", [] {
+    Object kept = control::CallLog::kept();
+    if (!kept) throw py::error_already_set();
+    return py::reinterpret_steal<py::list>(kept.release());
+  });
+  m.def("forget_calls", &control::CallLog::forget);
   m.def("set_low_latency_objects",
         [](const py::object& output_type, const py::object& handle_type, const py::object& nothing,
            const py::object& served, const py::object& served_kind, const py::object& sums,

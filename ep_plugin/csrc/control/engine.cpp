@@ -1,7 +1,5 @@
 #include "control/engine.h"
 
-#include <chrono>
-
 #include "common/board.h"
 #include "common/views.h"
 
@@ -52,13 +50,15 @@ uint64_t StreamOrder::enter(uint64_t current) {
   return current;
 }
 
-Engine::Engine(PyObject* owner, PyObject* running, PyObject* device, std::string name, Address board, int device_index)
+Engine::Engine(PyObject* owner, PyObject* running, PyObject* device, std::shared_ptr<CallLog> log, std::string name,
+               Address board, int device_index)
     : name(std::move(name)),
       board(board),
       device_index(device_index),
       owner_(PyWeakref_NewRef(owner, nullptr)),
       running_(Object::borrowed(running)),
-      device_(Object::borrowed(device)) {}
+      device_(Object::borrowed(device)),
+      log_(std::move(log)) {}
 
 bool Turn::enter() {
   static PyObject *const lock_name = interned("lock"), *const acquire = interned("acquire");
@@ -78,14 +78,8 @@ bool Turn::may_run() {
 }
 
 bool Turn::begin(PyObject* kind, int64_t nbytes) {
-  static PyObject *const calls_name = interned("calls"), *const begin_name = interned("begin"),
-                         *const last_name = interned("last_call"), *const used_name = interned("used_by_this_thread"),
-                         *const check_name = interned("check"), *const no_part = interned("");
-  const Object calls(PyObject_GetAttr(owner(), calls_name)), bytes(PyLong_FromLongLong(nbytes));
-  if (!calls || !bytes) return false;
-  call_ = call(calls.get(), begin_name, kind, no_part, bytes.get(), Py_None);
-  if (!call_ || PyObject_SetAttr(owner(), last_name, call_.get()) != 0) return false;
-  if (!may_run() && (PyErr_Occurred() || !call(owner(), check_name))) return false;  // a signal's handler has closed it
+  static PyObject *const used_name = interned("used_by_this_thread"), *const no_part = interned("");
+  if (!engine_.log_->begin(call_, kind, no_part, nbytes, nullptr)) return false;
   const uint64_t thread = PyThreadState_GetID(PyThreadState_Get());
   if (engine_.thread_ != thread && !call(owner(), used_name)) return false;
   engine_.thread_ = thread;
@@ -99,13 +93,12 @@ bool Turn::begin(PyObject* kind, int64_t nbytes) {
 }
 
 bool Turn::ended(const std::string& problem) {
-  static PyObject *const ended_name = interned("ended"), *const check_name = interned("check");
+  static PyObject* const check_name = interned("check");
   if (!problem.empty()) PyErr_SetString(PyExc_RuntimeError, problem.c_str());
   if (PyErr_Occurred()) return failed();  // also of a signal's handler, during a wait
   if (!is_quiet(engine_.board) && !call(owner(), check_name)) return failed();
-  const std::chrono::duration<double> now = std::chrono::system_clock::now().time_since_epoch();
-  const Object seconds(PyFloat_FromDouble(now.count()));
-  return (seconds && PyObject_SetAttr(call_.get(), ended_name, seconds.get()) == 0) || failed();
+  CallLog::end(call_);
+  return true;
 }
 
 // Makes peers and later calls raise after an error, which stays set. Returns false.

@@ -1,9 +1,11 @@
 // One communicator, as the host path sees it, and a thread's turn on its device.
 #pragma once
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <utility>
 
+#include "control/call_log.h"
 #include "control/torch_c.h"
 
 namespace ep::control {
@@ -30,12 +32,13 @@ class StreamOrder {
   bool has_last_ = false;
 };
 
-// Python's side of a communicator, a BaseEngine: its lock, first error and calls. Construction raises nothing.
+// A communicator. Its lock and first error are those of Python's BaseEngine.
 class Engine {
  public:
   // owner: the BaseEngine, of which it keeps a weak reference. running: the dict of the engines whose operation runs,
   // by device. device_index: -1 for the CPU.
-  Engine(PyObject* owner, PyObject* running, PyObject* device, std::string name, Address board, int device_index);
+  Engine(PyObject* owner, PyObject* running, PyObject* device, std::shared_ptr<CallLog> log, std::string name,
+         Address board, int device_index);
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;
 
@@ -49,7 +52,8 @@ class Engine {
  private:
   friend class Turn;
   const Object owner_, running_, device_;  // owner_: a weak reference
-  uint64_t thread_ = 0;                    // the last that ran an operation here, by a number that no other thread gets
+  const std::shared_ptr<CallLog> log_;
+  uint64_t thread_ = 0;  // the last that ran an operation here, by a number that no other thread gets
 };
 
 // A thread's turn: from the device's lock to its release, with all that BaseEngine.run does around an operation.
@@ -85,7 +89,8 @@ class Turn {
   bool failed();
 
   Engine& engine_;
-  Object owner_, lock_, call_, kind_;
+  Object owner_, lock_, kind_;
+  Call call_{};
   bool is_running_ = false;
 };
 

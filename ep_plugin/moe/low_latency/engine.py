@@ -207,7 +207,8 @@ def control_of(engine: Any, board: int) -> Any:
     device, name = engine.device, engine.name
     index = -1 if device.type == "cpu" else device.index
     kernels, local_experts = engine.kernels.table, engine.local_experts
-    return _C.LowLatency(engine, running, device, name, board, index, kernels, engine.streams.order, local_experts)
+    order, log = engine.streams.order, engine.call_log
+    return _C.LowLatency(engine, running, device, log, name, board, index, kernels, order, local_experts)
 
 
 _C.set_low_latency_objects(
