@@ -9,7 +9,7 @@ PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
 	$$python -c '$(SUPPORTED)' 2>/dev/null && { echo $$python; break; }; done)
 CSRC = $(shell find ep_plugin/csrc tests/emulation -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu')
 
-.PHONY: venv build check test test-megatron test-huggingface test-pytorch demo lint docs format mutate gpu wheel clean
+.PHONY: venv build check test test-megatron test-huggingface torches test-pytorch demo lint docs format mutate gpu wheel clean
 .DELETE_ON_ERROR:
 
 venv: $(VENV)/requirements.stamp
@@ -31,8 +31,8 @@ build: $(VENV)/install.stamp
 	$(PY) setup.py --quiet build_ext --inplace
 
 # In the order of the folders, which end with short files. xdist would end with the files of few and long tests, and
-# leave a worker without work.
-PYTEST := $(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+# leave a worker without work. Three workers for 2 cores, since many tests wait.
+PYTEST := $(PY) -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 check: build
 	$(PYTEST) -m "not deadline and not slow and not gpu" $(PYTEST_FLAGS)
@@ -87,8 +87,10 @@ TORCH_PIP = PIP_CONSTRAINT=requirements/constraints.txt $(PY) -m pip --python $(
 	touch $@
 $(filter-out %-$(NEWEST_TORCH)/install.stamp,$(TORCH_STAMPS)): .venv-torch-$(NEWEST_TORCH)/install.stamp
 
+torches: $(TORCH_STAMPS)
+
 # Each of these versions in turn, as in: make test-pytorch TORCH="2.14.1 2.15.0"
-test-pytorch: build $(TORCH_STAMPS)
+test-pytorch: build torches
 	set -e; for version in $(TORCH); do \
 		.venv-torch-$$version/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_FLAGS) \
 			tests/integrations/test_fsdp2_uses.py tests/transport/test_rails.py tests/moe/test_autograd.py \
