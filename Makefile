@@ -78,7 +78,7 @@ TORCH ?= 2.11.0 $(NEWEST_TORCH)
 TORCH_STAMPS = $(TORCH:%=.venv-torch-%/install.stamp)
 TORCH_PIP = PIP_CONSTRAINT=requirements/constraints.txt $(PY) -m pip --python $(@D)/bin/python install \
 	--quiet --disable-pip-version-check --no-compile --no-deps
-.venv-torch-%/install.stamp: requirements/torch.txt requirements/constraints.txt $(VENV)/install.stamp
+.venv-torch-%/install.stamp: requirements/torch.txt requirements/constraints.txt $(VENV)/requirements.stamp
 	test -x $(@D)/bin/python || $(PY) -m venv --without-pip $(@D)
 	echo "import site; site.addsitedir('$$($(PY) $(PURELIB))')" > "$$($(@D)/bin/python $(PURELIB))/beside.pth"
 	if test $* = $(NEWEST_TORCH); then $(TORCH_PIP) -r requirements/torch.txt; else \
