@@ -45,7 +45,7 @@ _NUM_ROUTING = len(DispatchHandle._fields) - 1  # tensors of a handle
 
 
 def _leave_to_python(*given: Any) -> None:
-    """In the place of a function of C that runs calls like earlier ones."""
+    """Takes the place of a function of C that runs calls like earlier ones."""
 
 
 class MoECommunicator:
@@ -237,7 +237,8 @@ class MoECommunicator:
                 "e4m3_ue8m0", which returns the exponents of these, four in an int32.
 
         Returns:
-            The rows, and the handle that `combine` needs. The caller owns both.
+            The rows, and the handle that `combine` needs. The caller owns both. Small tensors may share memory: clone
+            one before storing it for long.
 
         Raises:
             ValueError: wrong arguments; also an `x` that requires gradients with `quantize`; in mode="ll" a third

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ep_plugin import _C, EpPluginError, MoECommunicator, PeerAborted, record_stats
@@ -194,9 +195,12 @@ def _left_to_python(rank: int, size: int) -> None:
     work = comm.dispatch_async(x, ids)
     is_left("an un-received dispatch", lambda: comm.dispatch(x, ids))
     work.wait()
+    for name in ("", "\0", "e4m3\0", "\udcff"):
+        is_left("a name like none", lambda name=name: comm.dispatch(x, ids, quantize=name), "quantize: expected")
+    is_left("a very large capacity", lambda: comm.dispatch(x, ids, capacity=2**70), "capacity: expected")
     torch.use_deterministic_algorithms(True)
     try:
-        trip(x, ids)
+        is_left("deterministic algorithms, which fill new memory", lambda: trip(x, ids))
     finally:
         torch.use_deterministic_algorithms(False)
     before = _calls(comm)
@@ -309,6 +313,39 @@ def _interrupted(rank: int) -> str:
 
 def test_a_signal_ends_a_wait_in_c() -> None:
     assert "_Alarm in dispatch" in values(run_ranks(2, _interrupted, timeout_s=30))[1]
+
+
+def _interrupted_at_the_lock(rank: int) -> bool:
+    """While a thread of rank 0 waits for rank 1 in C, the main thread waits for the thread's lock."""
+    comm = _made("c")
+    x, ids, _ = _tokens(torch.Generator().manual_seed(3), 4, 128, torch.bfloat16)
+    for _ in range(2):
+        comm.dispatch(x, ids)
+    if rank == 0:
+
+        def handler(*_: object) -> None:
+            raise _Alarm
+
+        signal.signal(signal.SIGALRM, handler)
+        thread = threading.Thread(target=comm.dispatch, args=(x, ids))
+        thread.start()
+        threading.Event().wait(0.2)
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        with pytest.raises(_Alarm):
+            comm.dispatch(x, ids)
+        assert thread.is_alive()
+        dist.barrier()
+        thread.join(20)
+    else:
+        dist.barrier()
+        comm.dispatch(x, ids)
+    comm.dispatch(x, ids)
+    comm.close()
+    return True
+
+
+def test_a_signal_ends_the_wait_for_a_turn_in_c() -> None:
+    values(run_ranks(2, _interrupted_at_the_lock, timeout_s=30))
 
 
 def _closes_in_a_handler(rank: int) -> None:

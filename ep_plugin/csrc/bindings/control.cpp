@@ -14,19 +14,16 @@ using control::Object;
 
 PyObject* kept(const py::object& object) { return py::object(object).release().ptr(); }
 
-// A function of Python that calls a method of `engine` with exactly as many positional arguments as it takes.
-template <PyObject* (LowLatency::*method)(PyObject* const*), int num_args>
+// A function of Python that runs an operation of `engine`, with exactly as many positional arguments as it takes.
+template <PyObject* (LowLatency::*operation)(control::Turn&, PyObject* const*), int num_args>
 py::object function_of(const std::shared_ptr<LowLatency>& engine, const char* name) {
   using Held = std::shared_ptr<LowLatency>;
-  static PyMethodDef definition{
-      name,
-      reinterpret_cast<PyCFunction>(
-          reinterpret_cast<void (*)()>(+[](PyObject* self, PyObject* const* args, Py_ssize_t given) -> PyObject* {
-            if (given != num_args)
-              return PyErr_Format(PyExc_TypeError, "expected %d arguments, got %zd", num_args, given);
-            return (static_cast<Held*>(PyCapsule_GetPointer(self, nullptr))->get()->*method)(args);
-          })),
-      METH_FASTCALL, nullptr};
+  const auto function = +[](PyObject* self, PyObject* const* args, Py_ssize_t given) -> PyObject* {
+    if (given != num_args) return PyErr_Format(PyExc_TypeError, "expected %d arguments, got %zd", num_args, given);
+    return static_cast<Held*>(PyCapsule_GetPointer(self, nullptr))->get()->run(operation, args);
+  };
+  static PyMethodDef definition{name, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function)),
+                                METH_FASTCALL, nullptr};
   const py::capsule self(new Held(engine), [](void* held) { delete static_cast<Held*>(held); });
   return py::reinterpret_steal<py::object>(PyCFunction_New(&definition, self.ptr()));
 }
@@ -66,6 +63,7 @@ void bind_low_latency_engine(py::module_& m) {
                                return function_of<&LowLatency::combine, 4>(engine, "combine");
                              })
       .def("next_slot", &LowLatency::next_slot)
+      .def("forget", &LowLatency::forget)
       .def("set_comm",
            [](LowLatency& engine, const py::object& comm) {
              engine.comm = &comm.cast<const Comm&>();
@@ -116,7 +114,7 @@ void bind_control(py::module_& m) {
   m.def("form_of", &form_of);
   py::class_<control::StreamOrder, std::shared_ptr<control::StreamOrder>>(m, "StreamOrder")
       .def(py::init<int>())
-      .def("enter", &control::StreamOrder::enter);
+      .def("enter", &control::StreamOrder::enter, py::call_guard<py::gil_scoped_release>());
   py::class_<control::Call>(m, "Call")
       .def("end", [](const control::Call& call) { control::CallLog::end(call); })
       .def_readonly("nbytes", &control::Call::nbytes);

@@ -1,5 +1,7 @@
 #include "control/engine.h"
 
+#include <unistd.h>
+
 #include "common/board.h"
 #include "common/views.h"
 
@@ -18,11 +20,23 @@ bool is(PyObject* object, PyObject* attribute, PyObject* wanted) {
   return Object(PyObject_GetAttr(object, attribute)).get() == wanted;
 }
 
-// An exception that waits while Python runs something else.
+// An error that waits while Python runs something else. If that fails, its error is raised, in the context of this one.
 class Pending {
  public:
   Pending() { PyErr_Fetch(&type_, &value_, &trace_); }
-  ~Pending() { PyErr_Restore(type_, value_, trace_); }
+  ~Pending() {
+    if (type_ == nullptr) return;
+    if (!PyErr_Occurred()) {
+      PyErr_Restore(type_, value_, trace_);
+      return;
+    }
+    PyObject *type = nullptr, *value = nullptr, *trace = nullptr;
+    PyErr_Fetch(&type, &value, &trace);
+    PyErr_NormalizeException(&type, &value, &trace);
+    PyException_SetContext(value, Py_NewRef(normalized()));
+    PyErr_Restore(type, value, trace);
+    for (PyObject* object : {type_, value_, trace_}) Py_XDECREF(object);
+  }
   // The exception itself, with its traceback.
   PyObject* normalized() {
     PyErr_NormalizeException(&type_, &value_, &trace_);
@@ -34,6 +48,18 @@ class Pending {
   PyObject *type_ = nullptr, *value_ = nullptr, *trace_ = nullptr;
 };
 
+// Returns the object of a weak reference; none if it is gone.
+Object object_of(PyObject* reference) {
+#if PY_VERSION_HEX >= 0x030D0000
+  PyObject* found = nullptr;
+  PyWeakref_GetRef(reference, &found);
+  return Object(found);
+#else
+  PyObject* found = PyWeakref_GetObject(reference);
+  return found == Py_None ? Object() : Object::borrowed(found);
+#endif
+}
+
 }  // namespace
 
 CudaCalls& cuda_calls() {
@@ -42,6 +68,7 @@ CudaCalls& cuda_calls() {
 }
 
 uint64_t StreamOrder::enter(uint64_t current) {
+  const std::lock_guard<std::mutex> guard(mutex_);
   const CudaCalls& cuda = cuda_calls();
   if (has_last_ && last_ != current && cuda.stream_capture(current, device_) == cuda.stream_capture(last_, device_))
     cuda.order_streams(current, last_, device_);
@@ -62,8 +89,8 @@ Engine::Engine(PyObject* owner, PyObject* running, PyObject* device, std::shared
 
 bool Turn::enter() {
   static PyObject *const lock_name = interned("lock"), *const acquire = interned("acquire");
-  owner_ = Object::borrowed(PyWeakref_GetObject(engine_.owner_.get()));
-  if (owner_.get() == Py_None) return false;
+  owner_ = object_of(engine_.owner_.get());
+  if (!owner_) return false;
   Object lock(PyObject_GetAttr(owner(), lock_name));
   if (!lock || !call(lock.get(), acquire)) return false;
   lock_ = std::move(lock);
@@ -105,21 +132,37 @@ bool Turn::ended(const std::string& problem) {
 bool Turn::failed() {
   static PyObject* const failed_name = interned("operation_failed");
   Pending pending;
-  if (!call(owner(), failed_name, pending.normalized(), kind_.get())) PyErr_Clear();  // the first error is raised
+  call(owner(), failed_name, pending.normalized(), kind_.get());
   return false;
 }
 
-Turn::~Turn() {
+PyObject* Turn::leave(PyObject* result) {
   static PyObject *const close_name = interned("_to_close"), *const close = interned("close"),
                          *const release = interned("release");
-  if (!lock_) return;
-  Pending pending;
-  bool is_well = true;
+  Object returned(result);
   if (is_running_) {
-    is_well = PyDict_DelItem(engine_.running_.get(), engine_.device_.get()) == 0;
-    if (!is(owner(), close_name, Py_False)) is_well = is_well && call(owner(), close);
+    Pending pending;
+    PyDict_DelItem(engine_.running_.get(), engine_.device_.get());
   }
-  if (!call(lock_.get(), release) || !is_well) PyErr_WriteUnraisable(owner());
+  if (is_running_) {
+    Pending pending;
+    if (!is(owner(), close_name, Py_False)) call(owner(), close);
+  }
+  if (lock_) {
+    Pending pending;
+    call(lock_.get(), release);
+  }
+  return PyErr_Occurred() ? nullptr : returned.release();
+}
+
+// A thread that came back while the interpreter ends would be ended in the middle of this code.
+void Turn::wait_if_finalizing() {
+#if PY_VERSION_HEX >= 0x030D0000
+  const bool is_finalizing = Py_IsFinalizing();
+#else
+  const bool is_finalizing = _Py_IsFinalizing();
+#endif
+  while (is_finalizing) pause();
 }
 
 }  // namespace ep::control

@@ -2,6 +2,7 @@
 #pragma once
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <utility>
 
@@ -23,11 +24,12 @@ class StreamOrder {
  public:
   explicit StreamOrder(int device) : device_(device) {}
   // Returns `current`, ordered after the stream of the operation before, if both are in one capture of a CUDA graph or
-  // in none. Others cannot be ordered.
+  // in none. Others cannot be ordered. CUDA may wait for its queue, so call it without the interpreter's lock.
   uint64_t enter(uint64_t current);
 
  private:
-  int device_;
+  const int device_;
+  std::mutex mutex_;
   uint64_t last_ = 0;
   bool has_last_ = false;
 };
@@ -58,32 +60,38 @@ class Engine {
 
 // A thread's turn: from the device's lock to its release, with all that BaseEngine.run does around an operation.
 //
-// It serves calls that need nothing but kernels. For any other it tells its caller to leave the call to Python, which
-// raises the errors.
+// It serves calls that need nothing but kernels. Its caller leaves any other call to Python, which raises the errors.
 class Turn {
  public:
   explicit Turn(Engine& engine) : engine_(engine) {}
-  ~Turn();
   Turn(const Turn&) = delete;
   Turn& operator=(const Turn&) = delete;
 
-  // Takes the lock. Returns false if Python must take the call, or with Python's error set.
+  // Takes the lock. Returns false if Python must take the call, or with Python's error set. Call leave() in any case.
   bool enter();
   // Counts and logs the operation, and marks it as running. `kind`: its name, a str. Returns false with Python's error
-  // set; a failure of the communicator has been told to peers then.
+  // set.
   bool begin(PyObject* kind, int64_t nbytes);
-  // Runs `kernel` without the interpreter's lock. Returns false as begin() does.
+  // Runs `kernel` without the interpreter's lock. Returns false with Python's error set; peers then abort.
   template <class Kernel>
   bool run(const Kernel& kernel) {
     std::string problem;
-    Py_BEGIN_ALLOW_THREADS try { kernel(); } catch (const std::exception& error) {
+    PyThreadState* const state = PyEval_SaveThread();
+    try {
+      kernel();
+    } catch (const std::exception& error) {
       problem = error.what();
     }
-    Py_END_ALLOW_THREADS return ended(problem);
+    wait_if_finalizing();
+    PyEval_RestoreThread(state);
+    return ended(problem);
   }
+  // Gives the lock back, and returns `result`. Null with Python's error set if that fails, or if `result` is null.
+  PyObject* leave(PyObject* result);
   PyObject* owner() const { return owner_.get(); }
 
  private:
+  static void wait_if_finalizing();
   bool may_run();
   bool ended(const std::string& problem);
   bool failed();

@@ -1,6 +1,5 @@
 #include "control/low_latency.h"
 
-#include <cstdlib>
 #include <tuple>
 
 #include "common/board.h"
@@ -12,27 +11,24 @@ LowLatencyObjects LowLatency::objects{};
 
 namespace {
 
-constexpr size_t kMostPlans = 512;
-
 PyObject* name_of(int kind) {
   static PyObject* const names[] = {interned("dispatch"), interned("combine")};
   return names[kind];
 }
 
-// Leaves a call to Python, unless the interpreter has an error to raise.
-PyObject* left() {
-  if (PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_Exception)) return nullptr;  // such as Ctrl-C
-  PyErr_Clear();
-  Py_RETURN_NONE;
-}
+// Leaves a call to Python, unless the interpreter has an error to raise, such as that of a signal's handler.
+PyObject* left() { return PyErr_Occurred() ? nullptr : Py_NewRef(Py_None); }
 
 // Words of int32, so that what follows is aligned.
 int64_t aligned(int64_t words) { return (words + 31) / 32 * 32; }
 
-// Reads tensors in turn. Returns false for a call that Python must take.
+// Reads tensors in turn. Returns false for a call that Python must take, which then raises what is wrong with them.
 bool read(Inputs& inputs, std::initializer_list<std::pair<PyObject*, DLTensor*>> tensors) {
   for (const auto& [object, tensor] : tensors) {
-    if (!inputs.read(object)) return false;
+    if (!inputs.read(object)) {
+      if (PyErr_Occurred() && PyErr_ExceptionMatches(PyExc_Exception)) PyErr_Clear();  // not Ctrl-C
+      return false;
+    }
     *tensor = inputs.last();
   }
   return !inputs.needs_grad();
@@ -51,30 +47,27 @@ Object named_tuple(PyObject* type, std::initializer_list<PyObject*> fields) {
 // Returns the fields of a handle that the communicator `number` has made, or null.
 PyObject* const* fields_of(PyObject* handle, const Object& number) {
   if (reinterpret_cast<PyObject*>(Py_TYPE(handle)) != LowLatency::objects.handle_type) return nullptr;
+  if (PyTuple_GET_SIZE(handle) != 5) return nullptr;
   PyObject* const* fields = &PyTuple_GET_ITEM(handle, 0);
   return PyObject_RichCompareBool(fields[4], number.get(), Py_EQ) == 1 ? fields : nullptr;
 }
 
-template <class Plan>
-void keep(std::unordered_map<std::string, Plan>& plans, const std::string& key, const Plan& plan) {
-  if (plans.size() >= kMostPlans) plans.clear();
-  plans[key] = plan;
-}
-
 }  // namespace
-
-void LowLatency::remember(const std::string& key, const DispatchPlan& plan) { keep(dispatches_, key, plan); }
-void LowLatency::remember(const std::string& key, const CombinePlan& plan) { keep(combines_, key, plan); }
 
 bool LowLatency::append_settings(std::string& form, PyObject* capacity, PyObject* quantize) {
   int64_t rows = -1;
+  int overflow = 0;
   if (capacity != Py_None) {
-    if (!PyLong_CheckExact(capacity) || (rows = PyLong_AsLongLong(capacity)) < 0) return false;
+    if (!PyLong_CheckExact(capacity)) return false;
+    rows = PyLong_AsLongLongAndOverflow(capacity, &overflow);
+    if (rows < 0 || overflow != 0) return false;
   }
   form.append(reinterpret_cast<const char*>(&rows), sizeof(rows));
   if (quantize == Py_None) return true;
-  const char* name = PyUnicode_CheckExact(quantize) ? PyUnicode_AsUTF8(quantize) : nullptr;
-  if (name != nullptr) form += name;
+  Py_ssize_t bytes = 0;
+  const char* name = PyUnicode_CheckExact(quantize) ? PyUnicode_AsUTF8AndSize(quantize, &bytes) : nullptr;
+  PyErr_Clear();  // text that cannot be encoded is no known name
+  if (name != nullptr) form.append(1, '=').append(name, bytes);
   return name != nullptr;
 }
 
@@ -92,7 +85,11 @@ bool LowLatency::may_run(LlOperation& op, int kind) const {
       exchange_api()->current_stream(kDLCuda, device_index, &stream) != 0)
     return false;
   op.stream = reinterpret_cast<uint64_t>(stream);
-  return cuda_calls().stream_capture(op.stream, device_index) == 0;
+  try {
+    return cuda_calls().stream_capture(op.stream, device_index) == 0;
+  } catch (const std::exception&) {
+    return false;  // Python finds the same error
+  }
 }
 
 // Counts an operation, and sets its arguments that no other operation has. Returns false with Python's error set.
@@ -104,20 +101,32 @@ bool LowLatency::start(Turn& turn, LlOperation& op, int kind, int64_t nbytes) {
   op.comm = *comm;
   op.phases = kLlSend | kLlReceive;
   op.slot = next_slot(kind, false);
-  if (order != nullptr) op.stream = order->enter(op.stream);
   return true;
 }
 
-PyObject* LowLatency::dispatch(PyObject* const* args) {
+// Orders the caller's stream after earlier operations. Call it without the interpreter's lock.
+void LowLatency::order_stream(LlOperation& op) {
+  if (order != nullptr) op.stream = order->enter(op.stream);
+}
+
+PyObject* LowLatency::run(PyObject* (LowLatency::*operation)(Turn&, PyObject* const*), PyObject* const* args) {
+  Turn turn(*this);
+  PyObject* result = nullptr;
+  try {
+    result = turn.enter() ? (this->*operation)(turn, args) : left();
+  } catch (const std::exception& error) {  // there is no more memory
+    PyErr_SetString(PyExc_MemoryError, error.what());
+  }
+  return turn.leave(result);
+}
+
+PyObject* LowLatency::dispatch(Turn& turn, PyObject* const* args) {
   static PyObject* const rows_of = interned("rows_of");
   const auto& [x_object, ids_object, weights, given_scales, previous, capacity, quantize] =
       *reinterpret_cast<PyObject* const(*)[7]>(args);
   if (weights != Py_None || given_scales != Py_None || is_watched()) return left();
   PyObject* const* routing = nullptr;
   if (previous != Py_None && (routing = fields_of(previous, number)) == nullptr) return left();
-  Turn turn(*this);
-  if (!turn.enter()) return left();
-
   Inputs inputs;
   DLTensor x, ids, old_ids, none;
   bool is_read = read(
@@ -133,9 +142,7 @@ PyObject* LowLatency::dispatch(PyObject* const* args) {
   if (!may_run(op.op, kDispatch)) return left();
   const int64_t T = ids.shape[0], K = ids.shape[1], local = local_experts, per_expert = plan.per_expert;
   BadId bad;
-  if (is_on_gpu() ? std::getenv("EP_PLUGIN_CHECK_IDS") != nullptr
-                  : find_bad_id(address_of(ids), ids.type_bits / 8, T, K, comm->num_experts, &bad))
-    return left();
+  if (!is_on_gpu() && find_bad_id(address_of(ids), ids.type_bits / 8, T, K, comm->num_experts, &bad)) return left();
 
   // One block of int32 has all small results. Each begins where a tensor of its own might.
   static const int32_t int32 = dtype_number("int32");
@@ -164,7 +171,7 @@ PyObject* LowLatency::dispatch(PyObject* const* args) {
   if (!is_made) return left();
   made.drop(0);
   const Object list = made.to_objects();
-  if (!list) return nullptr;
+  if (!list) return left();
   size_t next = 0;
   auto take = [&](bool is_there) { return is_there ? PyList_GET_ITEM(list.get(), next++) : Py_None; };
   PyObject *counts = take(true), *offsets = take(true), *topk_ids = take(is_fresh), *words = take(is_fresh),
@@ -177,22 +184,20 @@ PyObject* LowLatency::dispatch(PyObject* const* args) {
   op.expert_count = block + 4 * at_counts;
   op.expert_offset = block + 4 * at_offsets;
   if (!start(turn, op.op, kDispatch, bytes_of(x))) return nullptr;
-  if (!turn.run([&] { run_dispatch(op); })) return nullptr;
-  PyObject* const none_ = Py_None;
-  const Object output =
-      named_tuple(objects.output_type, {rows, scales, none_, none_, none_, counts, none_, offsets, none_, none_});
+  if (!turn.run([&] { order_stream(op.op), run_dispatch(op); })) return nullptr;
+  PyObject* const nothing = Py_None;
+  const Object output = named_tuple(
+      objects.output_type, {rows, scales, nothing, nothing, nothing, counts, nothing, offsets, nothing, nothing});
   const Object handle =
       is_fresh ? named_tuple(objects.handle_type, {topk_ids, words, objects.nothing, objects.nothing, number.get()})
                : Object::borrowed(previous);
   return output && handle ? PyTuple_Pack(2, output.get(), handle.get()) : nullptr;
 }
 
-PyObject* LowLatency::combine(PyObject* const* args) {
+PyObject* LowLatency::combine(Turn& turn, PyObject* const* args) {
   const auto& [y_object, handle, weights_object, bias_object] = *reinterpret_cast<PyObject* const(*)[4]>(args);
   PyObject* const* routing = fields_of(handle, number);
   if (routing == nullptr || is_watched()) return left();
-  Turn turn(*this);
-  if (!turn.enter()) return left();
   Inputs inputs;
   DLTensor y, weights, bias, ids, words, none;
   if (!read(inputs, {{y_object, &y},
@@ -211,14 +216,14 @@ PyObject* LowLatency::combine(PyObject* const* args) {
   Results made(is_on_gpu() ? kTorchCuda : kTorchCpu, is_on_gpu() ? device_index : 0);
   if (!made.empty({ids.shape[0], op.hidden}, plan.dtype, &op.out)) return left();
   const Object list = made.to_objects();
-  if (!list) return nullptr;
+  if (!list) return left();
   op.y = address_of(y);
   op.ids = address_of(ids);
   op.weights = address_of(weights);
   op.plan = address_of(words);
   op.bias = address_of(bias);
   if (!start(turn, op.op, kCombine, bytes_of(y))) return nullptr;
-  if (!turn.run([&] { run_combine(op); })) return nullptr;
+  if (!turn.run([&] { order_stream(op.op), run_combine(op); })) return nullptr;
   return Py_NewRef(PyList_GET_ITEM(list.get(), 0));
 }
 

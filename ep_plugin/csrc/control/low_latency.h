@@ -38,16 +38,23 @@ class LowLatency : public Engine {
  public:
   using Engine::Engine;
 
-  // Each returns the result of MoECommunicator's method, with the same arguments in the same order; None if Python must
-  // take the call; null with Python's error set.
-  PyObject* dispatch(PyObject* const* args);
-  PyObject* combine(PyObject* const* args);
+  // Each operation returns the result of MoECommunicator's method, with the same arguments in the same order; None if
+  // Python must take the call; null with Python's error set.
+  PyObject* dispatch(Turn& turn, PyObject* const* args);
+  PyObject* combine(Turn& turn, PyObject* const* args);
+  // Runs an operation in a turn of the calling thread.
+  PyObject* run(PyObject* (LowLatency::*operation)(Turn&, PyObject* const*), PyObject* const* args);
 
   // Returns the entry of the epochs that the next operation of a kind uses.
   int32_t next_slot(int kind, bool is_captured) { return static_cast<int32_t>(++issued_[kind] % 2) + 2 * is_captured; }
 
-  void remember(const std::string& key, const DispatchPlan& plan);
-  void remember(const std::string& key, const CombinePlan& plan);
+  // Python bounds their number: it forgets all when it has too many.
+  void remember(const std::string& key, const DispatchPlan& plan) { dispatches_[key] = plan; }
+  void remember(const std::string& key, const CombinePlan& plan) { combines_[key] = plan; }
+  void forget() {
+    dispatches_.clear();
+    combines_.clear();
+  }
   // Appends a dispatch's settings to the form of its tensors. Returns false for settings that Python must check.
   static bool append_settings(std::string& form, PyObject* capacity, PyObject* quantize);
 
@@ -63,6 +70,7 @@ class LowLatency : public Engine {
 
  private:
   bool may_run(LlOperation& op, int kind) const;
+  void order_stream(LlOperation& op);
   bool start(Turn& turn, LlOperation& op, int kind, int64_t nbytes);
 
   int64_t issued_[2] = {};  // operations of each kind

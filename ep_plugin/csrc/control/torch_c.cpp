@@ -16,7 +16,8 @@ void* library = nullptr;
 const DLExchangeApi* api = nullptr;
 // Python's objects live as long as the process.
 PyObject *tensor_type = nullptr, *parameter_type = nullptr, *adopt = nullptr, *num_modes = nullptr,
-         *transforms = nullptr, *is_profiling = nullptr, *forward_ad = nullptr, *level_name = nullptr;
+         *transforms = nullptr, *is_profiling = nullptr, *is_deterministic = nullptr, *forward_ad = nullptr,
+         *level_name = nullptr;
 
 template <class Function>
 bool find(const char* name, Function& function) {
@@ -43,6 +44,7 @@ bool find_objects(PyObject* torch) {
   num_modes = attribute(torch, {"_C", "_len_torch_dispatch_stack"});
   transforms = attribute(torch, {"_C", "_functorch", "peek_interpreter_stack"});
   is_profiling = attribute(torch, {"_C", "_autograd", "_profiler_enabled"});
+  is_deterministic = attribute(torch, {"_C", "_get_deterministic_algorithms"});
   forward_ad = attribute(torch, {"autograd", "forward_ad"});
   level_name = PyUnicode_InternFromString("_current_level");
   return !PyErr_Occurred();
@@ -105,7 +107,7 @@ bool is_plain(PyObject* object) {
 }
 
 bool is_watched() {
-  for (PyObject* ask : {num_modes, is_profiling}) {
+  for (PyObject* ask : {num_modes, is_profiling, is_deterministic}) {
     const Object said(PyObject_CallNoArgs(ask));
     if (!said || PyObject_IsTrue(said.get()) != 0) return true;
   }
@@ -151,7 +153,7 @@ Object Results::to_objects() {
     if (functions.torch_tensor_to_pyobject == nullptr)
       object = PyCapsule_New(held_[i], nullptr, nullptr);
     else if (functions.torch_tensor_to_pyobject(held_[i], nullptr, &object) != 0)  // a reference of its own
-      PyErr_SetString(PyExc_RuntimeError, "PyTorch made no object of a tensor");
+      return Object();
     if (object == nullptr) return Object();
     PyList_SET_ITEM(list.get(), static_cast<Py_ssize_t>(i), static_cast<PyObject*>(object));
   }

@@ -72,14 +72,14 @@ const DLExchangeApi* exchange_api();
 // Finds all of it. torch: the module. Returns false with Python's error set if a function is missing.
 bool find_torch(PyObject* torch);
 
-// Returns PyTorch's number of a dtype, named as in "bfloat16". -1: it has no function that tells.
+// Returns PyTorch's number of a dtype, named as in "bfloat16". -1: PyTorch has no function for it.
 int32_t dtype_number(const std::string& name);
 
 // Whether `object` is a torch.Tensor or a Parameter itself, no subclass. Its value is then its memory.
 bool is_plain(PyObject* object);
 
-// Whether a mode, a transform, a profiler or forward-mode differentiation must see a call's operators; also if Python
-// fails to say so, with its error set.
+// Whether a mode, a transform, a profiler or forward-mode differentiation must see a call's operators, or PyTorch must
+// fill new memory (deterministic algorithms); also if Python fails to say so, with its error set.
 bool is_watched();
 
 // New tensors of one device. It deletes them, unless to_objects() has passed them on.
@@ -98,7 +98,8 @@ class Results {
   bool view(size_t of, std::initializer_list<int64_t> sizes, int64_t begin);
   // Deletes a tensor, whose views stay.
   void drop(size_t at);
-  // Returns a list of tensor objects, in the order in which they were added; null with Python's error set.
+  // Returns a list of tensor objects, in the order in which they were added; none if PyTorch or Python fails, maybe
+  // with Python's error set.
   Object to_objects();
 
  private:

@@ -126,9 +126,10 @@ class LowLatencyEngine(GroupEngine):
         return torch.empty(0, dtype=dtype, device="cpu").set_(storage, 0, shape, (shape[1] * shape[2], shape[2], 1))
 
     def runs_in_c(self) -> bool:
-        """Whether C runs operations like earlier ones."""
-        control = env.settings().control or ("c" if self.device.type == "cpu" else "python")
-        return control == "c" and self._range is None
+        """Whether C runs operations like earlier ones. It opens no ranges, and checks no ids on GPUs."""
+        on_cpu = self.device.type == "cpu"
+        control = env.settings().control or ("c" if on_cpu else "python")
+        return control == "c" and self._range is None and (on_cpu or not env.check_ids())
 
     def reuses_rows(self, nbytes: int) -> bool:
         """Whether `rows_of` reuses the memory of outputs of this size."""

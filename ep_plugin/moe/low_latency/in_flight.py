@@ -44,7 +44,7 @@ class LowLatencyOperation(Operation):
 
     @abstractmethod
     def remember(self) -> None:
-        """Tells C the result of `describe`, by which it runs calls like this one."""
+        """Passes the result of `describe` to C, which then runs calls like this one."""
 
     @abstractmethod
     def fill(self, args: Any, known: Any) -> None:
@@ -60,7 +60,8 @@ class LowLatencyOperation(Operation):
         engine.ensure_memory()
         if self._known is None:
             self._known = self.describe()
-            engine.known.remember(self._call, self._known)
+            if engine.known.remember(self._call, self._known):
+                engine.control.forget()
             if self._call is not None:
                 self.remember()
         args = self._args = self._known[0].copy()
