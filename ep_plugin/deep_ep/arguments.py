@@ -14,7 +14,6 @@ import torch.distributed as dist
 from ep_plugin import _C, env
 from ep_plugin.config import MAX_LL_TOKENS, MAX_TOPK
 from ep_plugin.deep_ep.handles import LowLatencyHandle
-from ep_plugin.deep_ep.nodes import ranks_by_node
 from ep_plugin.dtypes import weight_dtype
 from ep_plugin.errors import NotSupported
 from ep_plugin.moe.arguments import check_tensors
@@ -146,46 +145,12 @@ def _described(value: Any) -> str:
     return f"a {type(value).__name__} of ({', '.join(type(one).__name__ for one in value)})"
 
 
-def layout_of(
-    topk_idx: torch.Tensor, num_experts: int, nodes: NodeMap
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]:
-    """Count the tokens of each rank, node and expert.
-
-    Returns:
-        num_tokens_per_rank int32 ``[R]``; num_tokens_per_rdma_rank int32 ``[N]``, or None on one node;
-        num_tokens_per_expert int32 ``[E]``; is_token_in_rank bool ``[T, R]``.
-    """
-    ids, size = topk_idx.long(), nodes.num_nodes * nodes.ranks_per_node
-    check_ids(ids, num_experts)
-    dropped = (ids < 0) | (ids >= num_experts)  # dispatch refuses ids that no expert has
-    chosen = torch.zeros((ids.shape[0], num_experts + 1), dtype=torch.bool, device=ids.device)
-    chosen = chosen.scatter_(1, ids.masked_fill(dropped, num_experts), True)[:, :num_experts]
-    in_rank = chosen.unflatten(1, (size, -1)).any(2)
-    in_node = None
-    if nodes.num_nodes > 1:
-        by_node = in_rank.index_select(1, ranks_by_node(nodes, ids.device))
-        in_node = by_node.unflatten(1, (nodes.num_nodes, -1)).any(2).sum(0, dtype=torch.int32)
-    return in_rank.sum(0, dtype=torch.int32), in_node, chosen.sum(0, dtype=torch.int32), in_rank
-
-
 def check_ids(topk_idx: torch.Tensor, num_experts: int) -> None:
     """ValueError unless ids are from -1 to E - 1. GPUs check only with EP_PLUGIN_CHECK_IDS=1."""
     if topk_idx.numel() and (topk_idx.device.type == "cpu" or env.check_ids()):
-        least, most = int(topk_idx.min()), int(topk_idx.max())
+        least, most = map(int, topk_idx.aminmax())
         if least < -1 or most >= num_experts:
             raise ValueError(f"topk_idx: expected ids from -1 to {num_experts - 1}, got {least} to {most}")
-
-
-def check_agreement(topk_idx: torch.Tensor, is_token_in_rank: torch.Tensor, num_experts: int, nodes: NodeMap) -> None:
-    """ValueError if `is_token_in_rank` differs from `topk_idx`, by which tokens are sent."""
-    expected = layout_of(topk_idx, num_experts, nodes)[3]
-    differ = (expected != is_token_in_rank).nonzero()
-    if len(differ):
-        token, rank = differ[0].tolist()
-        raise ValueError(
-            f"is_token_in_rank: expected {bool(expected[token, rank])} for token {token} and rank {rank}, as in "
-            f"topk_idx, got {bool(is_token_in_rank[token, rank])}"
-        )
 
 
 def ranks_as_experts(is_token_in_rank: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ import torch
 
 from ep_plugin import env
 from ep_plugin.config import MAX_TOPK, DispatchLayout, MoECommunicatorConfig
-from ep_plugin.deep_ep import arguments, handles
+from ep_plugin.deep_ep import arguments, handles, layout
 from ep_plugin.deep_ep.arguments import Rows
 from ep_plugin.deep_ep.handles import Handle
 from ep_plugin.deep_ep.low_latency import LowLatencyCalls
@@ -138,7 +138,7 @@ class Buffer(LowLatencyCalls, SharedCommunicators):
         check_tensors(topk_idx=topk_idx)
         arguments.check_topk(topk_idx)
         arguments.check_experts(num_experts, self.group_size)
-        count = functools.partial(arguments.layout_of, topk_idx, num_experts, self._nodes)
+        count = functools.partial(layout.count_tokens, topk_idx, num_experts, self._nodes)
         device = topk_idx.device
         return ordered(count, device, topk_idx, previous_event, async_finish, allocate_on_comm_stream)
 
@@ -183,8 +183,8 @@ class Buffer(LowLatencyCalls, SharedCommunicators):
         routing = None if handle is None else handles.routing_of(handle)
         sms = _sms_of(config)
         if routing is None:
-            layout = num_tokens_per_rank, num_tokens_per_rdma_rank, is_token_in_rank, num_tokens_per_expert
-            arguments.check_layout(*layout, rows.shape[0], self._nodes)
+            counted = num_tokens_per_rank, num_tokens_per_rdma_rank, is_token_in_rank, num_tokens_per_expert
+            arguments.check_layout(*counted, rows.shape[0], self._nodes)
             arguments.check_topk(topk_idx, topk_weights)
             arguments.check_sizes(num_worst_tokens, expert_alignment, rows.shape[0], self.group_size)
         elif topk_idx is not None or topk_weights is not None:
@@ -282,7 +282,7 @@ class Buffer(LowLatencyCalls, SharedCommunicators):
         else:
             ids = topk_idx.contiguous()
             if device.type == "cpu" or env.check_ids():
-                arguments.check_agreement(topk_idx, in_rank, num_experts, self._nodes)
+                layout.check_agreement(ids, in_rank, num_experts, self._nodes)
         config = MoECommunicatorConfig(
             num_experts=num_experts,
             hidden_size=MOST_HIDDEN,

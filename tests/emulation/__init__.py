@@ -40,6 +40,7 @@ KERNELS = [
     "pack",
     "combine_add",
     "add_counts",
+    "layout",
     "ll_dispatch",
     "ll_combine",
     "send_message",

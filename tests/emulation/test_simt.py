@@ -27,6 +27,7 @@ from tests.gpu import checks, early, features, gradients, load_cases, small_oper
 from tests.gpu import test_faults as faults
 from tests.gpu_stand_in import serve_with
 from tests.integrations import test_deep_ep
+from tests.moe import test_layout as layout_kernel
 from tests.moe import test_node_kernels as node_kernels
 from tests.moe import test_one_output as one_output
 from tests.moe import test_statistics as statistics
@@ -229,6 +230,11 @@ def test_weight_grad() -> None:
 @pytest.mark.parametrize("case", [*node_kernels.CASES, node_kernels.refuses_arguments])
 def test_node_kernels(case: Callable[..., None]) -> None:
     _on_ranks(1, case)
+
+
+@pytest.mark.parametrize("check", [*layout_kernel.CHECKS, layout_kernel.refuses_arguments])
+def test_layout_kernel(check: Callable[..., None]) -> None:
+    _on_ranks(1, check)
 
 
 @pytest.mark.slow

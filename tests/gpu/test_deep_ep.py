@@ -6,6 +6,7 @@ With EP_TEST_DEVICE=cpu the functions that ranks run use the CPU.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ep_plugin import deep_ep
+from tests.faults.fault_cases import on_cuda
 from tests.gpu import checks, over_nodes
 from tests.integrations import (
     test_deep_ep,
@@ -22,6 +24,7 @@ from tests.integrations import (
     test_deep_ep_nodes,
     test_deep_ep_own_test,
 )
+from tests.moe import test_layout
 from tests.ranks import run_ranks, values
 
 
@@ -35,6 +38,30 @@ def every_call(rank: int, size: int, cases: list[Any]) -> None:
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_every_call_gives_what_the_oracle_says(size: int) -> None:
     values(run_ranks(size, every_call, size, test_deep_ep.CASES[size], timeout_s=280))
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.parametrize("check", [*test_layout.CHECKS, test_layout.refuses_arguments])
+def test_layout_kernel(check: Callable[..., None]) -> None:
+    values(run_ranks(1, on_cuda, check, 1, timeout_s=120))
+
+
+def layout_kernels(rank: int, size: int) -> list[str]:
+    """The names of all that a GPU does in two calls of get_dispatch_layout."""
+    with checks.device_of(rank):
+        buffer, ids = deep_ep.Buffer(dist.group.WORLD), torch.rand((64, 8)).topk(4).indices
+        buffer.get_dispatch_layout(ids, 8)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            for _ in range(2):
+                buffer.get_dispatch_layout(ids, 8)
+            torch.cuda.synchronize()
+    return [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+
+
+@pytest.mark.gpu(1)
+def test_a_layout_is_one_kernel() -> None:
+    (names,) = values(run_ranks(1, layout_kernels, 1, timeout_s=120))
+    assert len(names) == 2 and all("ep_layout" in name for name in names), names
 
 
 def every_elastic_call(rank: int, size: int) -> None:

@@ -261,6 +261,18 @@ void bind_node_args(py::module_& m) {
       .field("num_rows", &AddCountsArgs::num_rows)
       .field("num_columns", &AddCountsArgs::num_columns)
       .field("stream", &AddCountsArgs::stream);
+  Struct<LayoutArgs>(m, "LayoutArgs")
+      .field("ids", &LayoutArgs::ids)
+      .field("rank_node", &LayoutArgs::rank_node)
+      .field("counts", &LayoutArgs::counts)
+      .field("in_rank", &LayoutArgs::in_rank)
+      .field("num_tokens", &LayoutArgs::num_tokens)
+      .field("topk", &LayoutArgs::topk)
+      .field("num_ranks", &LayoutArgs::num_ranks)
+      .field("num_nodes", &LayoutArgs::num_nodes)
+      .field("num_experts", &LayoutArgs::num_experts)
+      .field("id_bytes", &LayoutArgs::id_bytes)
+      .field("stream", &LayoutArgs::stream);
 }
 
 void bind_sizes(py::module_& m) {
@@ -317,6 +329,7 @@ void bind_table(py::module_& m, const char* name, const KernelTable& table) {
   bind_kernel(sub, "pack", table.pack);
   bind_kernel(sub, "combine_add", table.combine_add);
   bind_kernel(sub, "add_counts", table.add_counts);
+  bind_kernel(sub, "layout", table.layout);
 }
 
 void bind_kernels(py::module_& m) {

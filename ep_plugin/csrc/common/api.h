@@ -250,6 +250,22 @@ struct AddCountsArgs {
   Address stream;
 };
 
+// DeepEP's layout of a dispatch: counts the tokens that go to each rank, to each node and to each expert. A token
+// counts once for each of them. An id outside [0, E) counts as dropped. The kernel needs no communicator.
+struct LayoutArgs {
+  Address ids;        // [T,K] contiguous
+  Address rank_node;  // int32 [R]: the node of each rank; not read if num_nodes is 0
+  Address counts;     // out: int32 [R + num_nodes + E]: tokens of each rank, of each node, of each expert
+  Address in_rank;    // out: bool [T,R]: whether the token has an expert on the rank
+  int32_t num_tokens;
+  int32_t topk;
+  int32_t num_ranks;
+  int32_t num_nodes;  // 0: nodes are not counted
+  int32_t num_experts;
+  int32_t id_bytes;  // 4 or 8
+  Address stream;
+};
+
 // Low latency: common/low_latency_args.h.
 struct LlDispatchArgs;
 struct LlCombineArgs;
@@ -271,6 +287,7 @@ struct KernelTable {
   void (*pack)(const PackArgs&);
   void (*combine_add)(const CombineAddArgs&);
   void (*add_counts)(const AddCountsArgs&);
+  void (*layout)(const LayoutArgs&);
   void (*ll_dispatch)(const LlDispatchArgs&);
   void (*ll_combine)(const LlCombineArgs&);
 };

@@ -86,6 +86,10 @@ template <class T>
 T atomicAdd(T* to, T value) {
   return __atomic_fetch_add(to, value, __ATOMIC_RELAXED);
 }
+template <class T>
+T atomicOr(T* to, T value) {
+  return __atomic_fetch_or(to, value, __ATOMIC_RELAXED);
+}
 inline void __nanosleep(unsigned) { simt::poll_again(); }
 
 // --- Instructions in which threads wait for each other

@@ -24,6 +24,7 @@ void quantize(const QuantizeArgs& args);
 void pack(const PackArgs& args);
 void combine_add(const CombineAddArgs& args);
 void add_counts(const AddCountsArgs& args);
+void layout(const LayoutArgs& args);
 void ll_dispatch(const LlDispatchArgs& args);
 void ll_combine(const LlCombineArgs& args);
 }  // namespace ep::cpu
