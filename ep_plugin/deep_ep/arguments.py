@@ -50,8 +50,14 @@ def sum_of(biases: tuple[torch.Tensor, ...]) -> torch.Tensor | None:
     """Return the bias from which combine's sums start. Two are added up in float32 (float64)."""
     if len(biases) < 2:
         return biases[0].contiguous() if biases else None
-    first, second = (bias.to(weight_dtype(bias.dtype)) for bias in biases)
+    first, second = biases
+    first = first.to(weight_dtype(first.dtype))  # torch then adds the second one in this type, too
     return first + second
+
+
+def as_floats(weights: torch.Tensor | None) -> torch.Tensor | None:
+    """Return weights as DeepEP returns them, in float32. They travel in float64 beside float64 rows."""
+    return weights.float() if weights is not None and weights.dtype is not torch.float32 else weights
 
 
 def check_tensor(name: str, given: torch.Tensor, dtypes: tuple[torch.dtype, ...], *shape: int | str) -> None:

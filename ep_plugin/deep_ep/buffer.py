@@ -11,19 +11,19 @@ from typing import Any
 
 import torch
 
-from ep_plugin import env
-from ep_plugin.config import MAX_TOPK, DispatchLayout, MoECommunicatorConfig
+from ep_plugin import _C, env
 from ep_plugin.deep_ep import arguments, handles, layout
 from ep_plugin.deep_ep.arguments import Rows
 from ep_plugin.deep_ep.handles import Handle
 from ep_plugin.deep_ep.low_latency import LowLatencyCalls
-from ep_plugin.deep_ep.shared import MOST_HIDDEN, SharedCommunicators, least_bound, sms_of
+from ep_plugin.deep_ep.shared import SharedCommunicators, eager, sms_of
 from ep_plugin.deep_ep.tuning import Config
 from ep_plugin.deep_ep.utils.event import EventHandle, EventOverlap, ordered
 from ep_plugin.errors import NotSupported
 from ep_plugin.moe.arguments import check_tensors
 from ep_plugin.moe.communicator import MoECommunicator
 from ep_plugin.moe.registry import communicator
+from ep_plugin.runtime.tensors import call_of
 from ep_plugin.transport.groups import Group
 
 
@@ -106,8 +106,6 @@ class Buffer(LowLatencyCalls, SharedCommunicators):
     @staticmethod
     def is_sm90_compiled() -> bool:
         """Return whether this build has CUDA kernels. They include kernels for compute capability 9.0."""
-        from ep_plugin import _C
-
         return hasattr(_C, "cuda")
 
     @staticmethod
@@ -115,7 +113,7 @@ class Buffer(LowLatencyCalls, SharedCommunicators):
         """Record an event on the current stream."""
         return EventOverlap(EventHandle())
 
-    @torch.no_grad()
+    @eager
     def get_dispatch_layout(
         self,
         topk_idx: torch.Tensor,
@@ -135,14 +133,17 @@ class Buffer(LowLatencyCalls, SharedCommunicators):
             bool ``[T, R]``; the event.
         """
         self._check_open()
-        check_tensors(topk_idx=topk_idx)
-        arguments.check_topk(topk_idx)
-        arguments.check_experts(num_experts, self.group_size)
+        call = call_of(_C.form_of(topk_idx), "layout", num_experts)
+        if not self._known.find(call):
+            check_tensors(topk_idx=topk_idx)
+            arguments.check_topk(topk_idx)
+            arguments.check_experts(num_experts, self.group_size)
+            self._known.remember(call)
         count = functools.partial(layout.count_tokens, topk_idx, num_experts, self._nodes)
         device = topk_idx.device
         return ordered(count, device, topk_idx, previous_event, async_finish, allocate_on_comm_stream)
 
-    @torch.no_grad()
+    @eager
     def dispatch(
         self,
         x: Rows,
@@ -184,16 +185,20 @@ class Buffer(LowLatencyCalls, SharedCommunicators):
         sms = _sms_of(config)
         if routing is None:
             counted = num_tokens_per_rank, num_tokens_per_rdma_rank, is_token_in_rank, num_tokens_per_expert
-            arguments.check_layout(*counted, rows.shape[0], self._nodes)
-            arguments.check_topk(topk_idx, topk_weights)
-            arguments.check_sizes(num_worst_tokens, expert_alignment, rows.shape[0], self.group_size)
+            form, T = _C.form_of(*counted, topk_idx, topk_weights), rows.shape[0]
+            alike = call_of(form, "throughput", T, num_worst_tokens, expert_alignment)
+            if not self._known.find(alike):
+                arguments.check_layout(*counted, T, self._nodes)
+                arguments.check_topk(topk_idx, topk_weights)
+                arguments.check_sizes(num_worst_tokens, expert_alignment, T, self.group_size)
+                self._known.remember(alike)
         elif topk_idx is not None or topk_weights is not None:
             raise ValueError("topk_idx: expected None with a handle, which has the routing, got a tensor")
         reads = (rows, scales, routing, topk_idx, topk_weights, is_token_in_rank, num_tokens_per_expert)
         call = functools.partial(self._dispatch, reads, expert_alignment, num_worst_tokens, sms)
         return ordered(call, rows.device, reads, previous_event, async_finish, allocate_on_comm_stream)
 
-    @torch.no_grad()
+    @eager
     def combine(
         self,
         x: torch.Tensor,
@@ -230,7 +235,7 @@ class Buffer(LowLatencyCalls, SharedCommunicators):
             comm = communicator(routing.comm)
             comm.set_sms(**sms)
             out, weights = comm.combine_with_values(rows.contiguous(), routing, topk_weights, arguments.sum_of(biases))
-            return out, None if weights is None else weights.float()  # float64 beside float64 rows
+            return out, arguments.as_floats(weights)
 
         reads = (rows, routing, topk_weights, biases)
         return ordered(add, rows.device, reads, previous_event, async_finish, allocate_on_comm_stream)
@@ -261,8 +266,8 @@ class Buffer(LowLatencyCalls, SharedCommunicators):
             counts = [-(-count // expert_alignment) * expert_alignment for count in local.tolist()]
         assert out.topk_ids is not None
         recv_idx = None if topk_idx is None else out.topk_ids.to(topk_idx.dtype)
-        weights = None if out.weights is None else out.weights.float()  # float64 beside float64 rows
-        return received, recv_idx, weights, counts, handles.handle_of(comm, made, in_rank)
+        weights, kept = arguments.as_floats(out.weights), handles.handle_of(comm, made, in_rank)
+        return received, recv_idx, weights, counts, kept
 
     def _route(
         self,
@@ -276,21 +281,15 @@ class Buffer(LowLatencyCalls, SharedCommunicators):
 
         Without `topk_idx` each rank counts as one expert, and the ids are ranks.
         """
-        num_experts, bound = per_expert.numel(), num_worst_tokens // self.group_size
+        num_experts = per_expert.numel()
         if topk_idx is None:
             ids, num_experts = arguments.ranks_as_experts(in_rank), self.group_size
         else:
             ids = topk_idx.contiguous()
             if device.type == "cpu" or env.check_ids():
                 layout.check_agreement(ids, in_rank, num_experts, self._nodes)
-        config = MoECommunicatorConfig(
-            num_experts=num_experts,
-            hidden_size=MOST_HIDDEN,
-            topk=min(num_experts, MAX_TOPK),
-            layout=DispatchLayout.TOKEN_MAJOR,
-            max_tokens_per_rank=least_bound(bound) if num_worst_tokens else None,
-        )
-        return self._communicator(config, device), ids
+        bound = num_worst_tokens // self.group_size if num_worst_tokens else None
+        return self._throughput_communicator(device, num_experts, bound), ids
 
 
 def _sms_of(config: Config | None) -> dict[str, int]:

@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from ep_plugin.config import MAX_TOPK, DispatchLayout, MoECommunicatorConfig
+from ep_plugin.config import DispatchLayout
 from ep_plugin.deep_ep import arguments, handles
 from ep_plugin.deep_ep.arguments import Rows
 from ep_plugin.deep_ep.elastic_handles import (
@@ -26,7 +26,7 @@ from ep_plugin.deep_ep.elastic_handles import (
 )
 from ep_plugin.deep_ep.elastic_messages import SIZE_ALIGNMENT, ElasticMessages
 from ep_plugin.deep_ep.one_reduction import reduce_once
-from ep_plugin.deep_ep.shared import MOST_HIDDEN, SharedCommunicators, column_major, least_bound, sms_of
+from ep_plugin.deep_ep.shared import SharedCommunicators, column_major, eager, least_bound, sms_of
 from ep_plugin.deep_ep.tuning import sms_that_fill
 from ep_plugin.deep_ep.utils.event import EventHandle, EventOverlap, ordered
 from ep_plugin.deep_ep.utils.math import align
@@ -187,7 +187,7 @@ class ElasticBuffer(ElasticMessages, SharedCommunicators):
         if with_cpu_sync and on_gpu:
             torch.cuda.synchronize()
 
-    @torch.no_grad()
+    @eager
     def dispatch(
         self,
         x: Rows,
@@ -272,16 +272,15 @@ class ElasticBuffer(ElasticMessages, SharedCommunicators):
             result = cast(EPHandle, handle) if made is None else made.handle_of(comm, out, new, topk_idx)
             dtype = result.topk_idx.dtype
             recv_idx = None if out.topk_ids is None else out.topk_ids.to(dtype)
-            weights = None if out.weights is None else out.weights.float()  # float64 beside float64 rows
             received: Rows = out.tokens
             if out.scales is not None:
                 received = out.tokens, column_major(out.scales) if use_tma_aligned_col_major_sf else out.scales
-            return received, recv_idx, weights, result, result.tensors()
+            return received, recv_idx, arguments.as_floats(out.weights), result, result.tensors()
 
         *results, _, event = ordered(send, rows.device, reads, before, async_with_compute_stream, False)
         return (*results, event)
 
-    @torch.no_grad()
+    @eager
     def combine(
         self,
         x: torch.Tensor,
@@ -331,8 +330,7 @@ class ElasticBuffer(ElasticMessages, SharedCommunicators):
                 by_pair = self._comm_of_pairs(handle, rows.device)
                 by_pair.set_sms(**sms)
                 out, weights = reduce_once(by_pair, rows.contiguous(), handle, topk_weights, bias)
-            # Weights are float64 beside float64 rows.
-            return out, None if weights is None else weights.float(), handle.pairs
+            return out, arguments.as_floats(weights), handle.pairs
 
         reads = (rows, handle.routing, handle.pairs, topk_weights, biases)
         *results, _, event = ordered(add, rows.device, reads, before, async_with_compute_stream, False)
@@ -364,15 +362,9 @@ class ElasticBuffer(ElasticMessages, SharedCommunicators):
         return num_experts, most, alignment
 
     def _comm_of(self, call: DispatchSettings, device: torch.device) -> MoECommunicator:
-        config = MoECommunicatorConfig(
-            num_experts=call.num_experts,
-            hidden_size=MOST_HIDDEN,
-            topk=min(call.num_experts, MAX_TOPK),
-            layout=DispatchLayout.FLAT if call.expand else DispatchLayout.TOKEN_MAJOR,
-            expert_alignment=call.alignment if call.expand else 1,
-            max_tokens_per_rank=None if call.sync else least_bound(call.most),
-        )
-        return self._communicator(config, device)
+        bound = None if call.sync else call.most
+        shape = (DispatchLayout.FLAT, call.alignment) if call.expand else (DispatchLayout.TOKEN_MAJOR, 1)
+        return self._throughput_communicator(device, call.num_experts, bound, *shape)
 
     def _comm_of_pairs(self, handle: EPHandle, device: torch.device) -> MoECommunicator:
         """Return the communicator of a combine in which each pair of a token and an expert counts as a token."""

@@ -52,7 +52,8 @@ def handle_of(comm: MoECommunicator, routing: DispatchHandle, is_token_in_rank: 
     private = routing.plan, routing.topk_ids, routing.recv_rows
     kept = torch.cat([_number(routing.comm), routing.totals])
     if comm.nodes is None:
-        matrix = routing.plan[: comm.size**2].view(comm.size, comm.size)  # see MetaLayout in csrc/common/layout.h
+        R = comm.size
+        matrix = routing.plan.as_strided((R, R), (R, 1))  # see MetaLayout in csrc/common/layout.h
         handle = Handle((matrix, *private, is_token_in_rank, kept))
     else:
         received = _received_through(comm, routing)

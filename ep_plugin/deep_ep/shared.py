@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections import Counter
-from typing import Any, ClassVar, NoReturn
+from collections.abc import Callable
+from typing import Any, ClassVar, NoReturn, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from ep_plugin import counts
-from ep_plugin.config import MoECommunicatorConfig, in_one_kernel
+from ep_plugin.config import MAX_TOPK, DispatchLayout, MoECommunicatorConfig, in_one_kernel
 from ep_plugin.deep_ep.nodes import nodes_of
 from ep_plugin.deep_ep.utils.event import comm_stream
 from ep_plugin.deep_ep.utils.math import align
 from ep_plugin.errors import CommunicatorClosed, NotSupported
 from ep_plugin.moe.communicator import MoECommunicator
+from ep_plugin.moe.in_flight import untraced
 from ep_plugin.moe.registry import communicator
 from ep_plugin.runtime.streams import resolve_device
-from ep_plugin.transport.groups import Group, checked_group
+from ep_plugin.transport.groups import Group, checked_group, is_alive
 from ep_plugin.transport.rails import check_backend
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 # A limit of the communicators, not a size: memory is allocated for the rows that are sent.
-MOST_HIDDEN = 1 << 24
+_MOST_HIDDEN = 1 << 24
 # Calls with a bound make a communicator for at least so many tokens per rank, and for powers of two. Callers who pass
 # another number at every call, or at every rank, then share a few communicators.
 _LEAST_BOUND = 128
@@ -32,6 +38,25 @@ _COLUMN_BYTES = 16  # what TMA asks of a column's address
 # How many buffers use a communicator, by its number. Ranks must close communicators alike, but collect garbage at
 # different times: so a buffer leaves by destroy() alone. One that is never destroyed keeps its communicators open.
 _users: Counter[int] = Counter()
+
+
+def eager(function: Callable[P, T]) -> Callable[P, T]:
+    """Return `function`, which then records no gradients and is not traced by torch.compile.
+
+    torch.no_grad() does the first, but makes an object and calls a dozen functions each time.
+    """
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        if not torch.is_grad_enabled():
+            return function(*args, **kwargs)
+        torch._C._set_grad_enabled(False)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            torch._C._set_grad_enabled(True)
+
+    return untraced(call)
 
 
 class _NotInBuffer(NotSupported, AttributeError):
@@ -69,6 +94,7 @@ class SharedCommunicators(metaclass=RefusesByName):
         if self._nodes.num_nodes > 1:
             check_backend(self.group, device_of(self.group))
         self._numbers: set[int] = set()  # of the communicators that it uses
+        self._throughput: dict[tuple[Any, ...], MoECommunicator] = {}
         self._destroyed = False
 
     def destroy(self) -> None:
@@ -85,6 +111,7 @@ class SharedCommunicators(metaclass=RefusesByName):
                 with contextlib.suppress(CommunicatorClosed):  # with its group
                     communicator(number).close()
         self._numbers.clear()
+        self._throughput.clear()
 
     def get_comm_stream(self) -> torch.cuda.Stream:
         """Return the stream on which asynchronous calls run, on the current GPU."""
@@ -95,6 +122,31 @@ class SharedCommunicators(metaclass=RefusesByName):
     def _check_open(self) -> None:
         if self._destroyed:
             raise CommunicatorClosed(f"{type(self).__name__}: expected one that is in use, got one after destroy()")
+
+    def _throughput_communicator(
+        self,
+        device: torch.device,
+        num_experts: int,
+        bound: int | None,
+        layout: DispatchLayout = DispatchLayout.TOKEN_MAJOR,
+        alignment: int = 1,
+    ) -> MoECommunicator:
+        """Return the communicator of calls with at most `bound` tokens per rank, or, with None, any number."""
+        if bound is not None:
+            bound = least_bound(bound)
+        key = device, num_experts, bound, layout, alignment
+        comm = self._throughput.get(key)
+        if comm is None or comm.engine.closed or not is_alive(self.group):
+            config = MoECommunicatorConfig(
+                num_experts=num_experts,
+                hidden_size=_MOST_HIDDEN,
+                topk=min(num_experts, MAX_TOPK),
+                layout=layout,
+                expert_alignment=alignment,
+                max_tokens_per_rank=bound,
+            )
+            comm = self._throughput[key] = self._communicator(config, device)
+        return comm
 
     def _communicator(self, config: MoECommunicatorConfig, device: torch.device) -> MoECommunicator:
         """Return the shared communicator of this configuration. This buffer uses it until `destroy`."""

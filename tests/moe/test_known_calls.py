@@ -15,6 +15,7 @@ from ep_plugin.deep_ep import Buffer
 from ep_plugin.moe.high_throughput import engine
 from ep_plugin.moe.low_latency.combine import LowLatencyCombine
 from ep_plugin.moe.low_latency.dispatch import LowLatencyDispatch
+from ep_plugin.moe.registry import communicator
 from tests.moe.moe_cases import named, on_ranks
 
 TOKENS, HIDDEN, TOPK, EXPERTS = 4, 128, 2, 4
@@ -190,3 +191,55 @@ def _buffers(rank: int, size: int) -> None:
 @pytest.mark.parametrize("size", [1, 2])
 def test_wrong_calls_of_a_buffer_of_known_forms(size: int) -> None:
     on_ranks(size, _buffers)
+
+
+def _throughput_buffers(rank: int, size: int) -> None:
+    x, ids, weights = tokens()
+    buffer = Buffer(dist.group.WORLD)
+    for _ in range(2):
+        per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(ids, EXPERTS)
+        layout = {"num_tokens_per_rank": per_rank, "is_token_in_rank": in_rank, "num_tokens_per_expert": per_expert}
+        routed = {"topk_idx": ids, "topk_weights": weights} | layout
+        rows, *_, handle, _ = buffer.dispatch(x, **routed)
+        sums, *_ = buffer.combine(rows, handle)
+    count = buffer.get_dispatch_layout
+    _refused("topk_idx: expected ids from -1 to 3, got -1 to 4", count, ids + (ids == 3), EXPERTS)
+    _refused("topk_idx: expected a storage of at least", count, _freed(ids), EXPERTS)
+    _refused("topk_idx: expected torch.int64 of shape", count, weights, EXPERTS)
+    _refused("num_experts: expected a positive multiple", count, ids, -EXPERTS)
+    _refused("num_experts: expected a positive multiple", count, ids, float(EXPERTS))
+    _refused("is_token_in_rank: expected torch.bool of shape", buffer.dispatch, x[:3], **routed)
+    _refused(
+        "is_token_in_rank: expected (True|False) for", buffer.dispatch, x, **routed | {"is_token_in_rank": ~in_rank}
+    )
+    _refused("num_worst_tokens: expected 0, or", buffer.dispatch, x, **routed, num_worst_tokens=1)
+    _refused("num_worst_tokens: expected 0, or", buffer.dispatch, x, **routed, num_worst_tokens=False)
+    _refused("expert_alignment: expected an integer", buffer.dispatch, x, **routed, expert_alignment=0)
+    again, *_ = buffer.combine(buffer.dispatch(x, **routed)[0], handle)
+    assert torch.equal(again, sums)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_wrong_throughput_calls_of_a_buffer_of_known_forms(size: int) -> None:
+    on_ranks(size, _throughput_buffers)
+
+
+def _gone(rank: int, size: int) -> None:
+    """A buffer remembers its communicators, but not those of a group that has been destroyed, or that were closed."""
+    x, ids, _ = tokens()
+    group = dist.new_group(list(range(size)))
+    buffer = Buffer(group)
+    per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(ids, EXPERTS)
+    layout = {"num_tokens_per_rank": per_rank, "is_token_in_rank": in_rank, "num_tokens_per_expert": per_expert}
+    for _ in range(2):
+        *_, handle, _ = buffer.dispatch(x, **layout, topk_idx=ids)
+        dist.barrier()
+        communicator(handle.routing.comm).close()
+        dist.barrier()
+    buffer.dispatch(x, **layout, topk_idx=ids)
+    dist.destroy_process_group(group)
+    _refused("group: expected a process group that has not been destroyed", buffer.dispatch, x, **layout, topk_idx=ids)
+
+
+def test_communicators_that_are_gone_are_not_used_again() -> None:
+    on_ranks(2, _gone)

@@ -84,7 +84,8 @@ def ordered(
     With `async_finish` on a GPU it runs on the communication stream, and the current stream does not wait for it. The
     allocator keeps the memory of `reads`, tensors nested in tuples, and of the results for both streams.
     """
-    check_kind(EventOverlap, previous_event=previous_event)
+    if previous_event is not None:
+        check_kind(EventOverlap, previous_event=previous_event)
     if allocate_on_comm_stream and not (async_finish and previous_event is not None):
         raise ValueError(
             "allocate_on_comm_stream: expected False without async_finish=True and a previous_event, got True"
