@@ -59,6 +59,7 @@ class MoECommunicatorConfig:
     max_row_bytes: bytes of the widest row, a multiple of 16. None: room for hidden_size elements of any dtype; in
         mode="ll" of 2 bytes each.
     expert_alignment: each expert's group of FLAT rows is padded to a multiple of this, at most 2**20.
+    ids_as_given: only in TOKEN_MAJOR. True: the output's topk_ids have the dtype of the given ones. False: int32.
     rail_chunks: the number of chunks, 1 to 6, into which a rank cuts its tokens if the group spans nodes. The rows of
         one chunk are forwarded inside the other node while the rows of the next chunk cross. More chunks mean more and
         shorter messages. None: 4 for 2 nodes, 2 for 3 nodes, else 1. Unused on one node.
@@ -82,6 +83,7 @@ class MoECommunicatorConfig:
     layout: DispatchLayout | str | None = None
     max_row_bytes: int | None = None
     expert_alignment: int = 1
+    ids_as_given: bool = False
     rail_chunks: int | None = None
     timeout_s: float | None = None
     dispatch_send_sms: int | None = None
@@ -112,6 +114,12 @@ class MoECommunicatorConfig:
         if self.layout in [layout.value for layout in DispatchLayout]:
             object.__setattr__(self, "layout", DispatchLayout(self.layout))
         _check_mode_and_layout(self.mode, self.layout)
+        if self.ids_as_given is not False and (
+            self.ids_as_given is not True or self.layout is not DispatchLayout.TOKEN_MAJOR
+        ):
+            raise ValueError(
+                f"ids_as_given: expected False, or True with layout=TOKEN_MAJOR, got {self.ids_as_given!r}"
+            )
         if self.mode == "ll":
             self._check_low_latency()
         elif self.shrink is not False:

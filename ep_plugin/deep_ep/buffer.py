@@ -264,8 +264,7 @@ class Buffer(LowLatencyCalls, SharedCommunicators):
             if topk_idx is None:
                 local = arguments.received_per_expert(per_expert, self.group)
             counts = [-(-count // expert_alignment) * expert_alignment for count in local.tolist()]
-        assert out.topk_ids is not None
-        recv_idx = None if topk_idx is None else out.topk_ids.to(topk_idx.dtype)
+        recv_idx = None if topk_idx is None else out.topk_ids
         weights, kept = arguments.as_floats(out.weights), handles.handle_of(comm, made, in_rank)
         return received, recv_idx, weights, counts, kept
 

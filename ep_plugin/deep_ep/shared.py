@@ -143,6 +143,7 @@ class SharedCommunicators(metaclass=RefusesByName):
                 topk=min(num_experts, MAX_TOPK),
                 layout=layout,
                 expert_alignment=alignment,
+                ids_as_given=layout is DispatchLayout.TOKEN_MAJOR,
                 max_tokens_per_rank=bound,
             )
             comm = self._throughput[key] = self._communicator(config, device)

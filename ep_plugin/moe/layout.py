@@ -29,7 +29,8 @@ class DispatchOutput(NamedTuple):
         number of int32 words that hold H / 128 exponents.
     weights: FLAT ``[N]``, TOKEN_MAJOR ``[N, K]``; float32 (float64 for float64 rows), 0 where there is no pair; None
         when no weights were dispatched. Carries gradients back to ``topk_weights``.
-    topk_ids: TOKEN_MAJOR: int32 ``[N, K]``, local expert ids, -1 where the expert is elsewhere; else None.
+    topk_ids: TOKEN_MAJOR: ``[N, K]``, local expert ids, -1 where the expert is elsewhere; else None. They are int32 or,
+        with ``ids_as_given=True``, of the dtype of the given ids.
     row_expert_ids: FLAT: int32 ``[N]``, the local expert of each row, -1 for padding; else None.
     num_tokens_per_expert: int32 ``[E_l]`` on the device, without padding. If ``capacity`` was too small, FLAT counts
         the rows that are present, and TOKEN_MAJOR counts the dropped tokens, too.

@@ -105,8 +105,9 @@ def _fake_dispatch(*inputs: Any) -> Tensors:
     if slots is None:
         slots = unknown()
     rows: int | torch.SymInt = capacity if capacity is not None else (unknown() if engine.flat else slots)
+    call = DispatchCall(x, topk_ids, topk_weights, scales, None, capacity, quantize)
     result = (
-        *empty_rows(DispatchCall(x, topk_ids, topk_weights, scales, None, capacity, quantize), engine.flat, rows),
+        *empty_rows(call, engine.flat, engine.config.ids_as_given, rows),
         ints(local),
         ints(local + 1),
         None if capacity is None else ints(2),

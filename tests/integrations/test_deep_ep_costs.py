@@ -21,8 +21,8 @@ from tests.moe.moe_cases import on_ranks
 TOKENS, HIDDEN, TOPK, EXPERTS = 16, 64, 4, 8
 LIMITS = {
     "get_dispatch_layout": (6, 25),
-    "dispatch": (23, 170),
-    "dispatch, num_worst_tokens": (23, 150),
+    "dispatch": (22, 170),
+    "dispatch, num_worst_tokens": (22, 150),
     "dispatch, known routing": (5, 137),
     "combine": (1, 120),
     "combine, weights": (2, 133),

@@ -150,11 +150,11 @@ def test_a_layer_is_compiled_in_parts(backend: str, way: str) -> None:
 
 
 def _library_checks(rank: int, size: int) -> None:
-    for layout in LAYOUTS:
+    for layout, as_given in (*((layout, False) for layout in LAYOUTS), (TOKEN_MAJOR, True)):
         case = Case(tokens=(6,), num_experts=4, hidden=8, dtype=torch.float64)
         inputs = make_inputs(case)
         x, ids, weights = inputs.x[0], inputs.ids[0], inputs.weights[0]
-        with communicator(case, layout, max_tokens_per_rank=8, hidden_size=144) as comm:
+        with communicator(case, layout, max_tokens_per_rank=8, hidden_size=144, ids_as_given=as_given) as comm:
             number = comm.number
             out, handle = comm.dispatch(x, ids, weights)
             routing = list(handle[:-1])
@@ -186,7 +186,7 @@ def _library_checks(rank: int, size: int) -> None:
             }
             for name, (op, args) in calls.items():
                 # Unread words of the routing stay unwritten. Poison gives them the same value in each run.
-                with named((layout, name)), poisoned():
+                with named((layout, as_given, name)), poisoned():
                     torch.library.opcheck(op.default, args)
 
 

@@ -116,10 +116,10 @@ def _memory_for_no_more(rank: int, size: int) -> None:
         out, _ = round_trip(comm, inputs, inputs.expected(FLAT))
         most, allocate = len(out.tokens), high_throughput.empty_rows
 
-        def tight(call: DispatchCall, flat: bool, rows: int) -> Any:
+        def tight(call: DispatchCall, flat: bool, ids_as_given: bool, rows: int) -> Any:
             if rank == 0 and rows > most:
                 raise torch.OutOfMemoryError("emulated")
-            return allocate(call, flat, rows)
+            return allocate(call, flat, ids_as_given, rows)
 
         with unittest.mock.patch.object(high_throughput, "empty_rows", tight):
             round_trip(comm, inputs, inputs.expected(FLAT))
@@ -244,8 +244,8 @@ def _killed_while_sending(rank: int, size: int) -> tuple[PeerTimeout, list[bool]
     made: list[torch.Tensor] = []
     allocate = high_throughput.empty_rows
 
-    def kept(call: DispatchCall, flat: bool, rows: int) -> Any:
-        result = allocate(call, flat, rows)
+    def kept(*given: Any) -> Any:
+        result = allocate(*given)
         made.append(result[0])
         return result
 

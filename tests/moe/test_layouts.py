@@ -136,6 +136,25 @@ def _scales(rank: int, size: int) -> None:
             same_bits("scales of another dtype", again.scales, beside.to(torch.bfloat16))
 
 
+def _ids_as_given(rank: int, size: int) -> None:
+    case = Case(tokens=ragged(size, 30, 5), num_experts=2 * size, hidden=8, seed=9)
+    inputs = make_inputs(case)
+    expected = inputs.expected(TOKEN_MAJOR)[rank].topk_ids
+    assert expected is not None
+    with communicator(case, TOKEN_MAJOR, ids_as_given=True, max_tokens_per_rank=30) as comm, poisoned():
+        for dtype in (torch.int64, torch.int32):
+            ids = inputs.ids[rank].to(dtype)
+            out, _ = comm.dispatch(inputs.x[rank], ids)
+            same_bits("ids", out.topk_ids, expected.to(dtype))
+            out, _ = comm.dispatch(inputs.x[rank], ids, capacity=len(expected) + 3)
+            same_bits("ids", out.topk_ids, torch.nn.functional.pad(expected.to(dtype), (0, 0, 0, 3), value=-1))
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_ids_have_the_dtype_of_the_given_ones_where_asked(size: int) -> None:
+    on_ranks(size, _ids_as_given)
+
+
 def _through_the_oracle(
     inputs: Inputs, rows: list[torch.Tensor], layout: DispatchLayout, alignment: int
 ) -> list[torch.Tensor]:

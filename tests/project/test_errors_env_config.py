@@ -233,6 +233,8 @@ def test_each_mode_has_its_layouts():
         ({"expert_alignment": 16}, "expert_alignment: expected 1 .* got 16"),
         ({"rail_chunks": 2}, "rail_chunks: expected None .* got 2"),
         ({"combine_recv_sms": 0}, "combine_recv_sms: expected None .* got 0"),
+        ({"ids_as_given": True}, "ids_as_given: expected False, or True with layout=TOKEN_MAJOR, got True"),
+        ({"mode": "ht", "ids_as_given": 0}, "ids_as_given: expected False, .* got 0"),
         ({"shrink": 1}, "shrink: expected True or False, got 1"),
         ({"mode": "ht", "shrink": True}, 'shrink: expected False in mode="ht", got True'),
     ],
@@ -263,6 +265,7 @@ def test_agreement_hash_is_the_same_in_another_process():
         {"layout": DispatchLayout.TOKEN_MAJOR},
         {"max_row_bytes": 256},
         {"expert_alignment": 8},
+        {"layout": DispatchLayout.TOKEN_MAJOR, "ids_as_given": True},
     ],
 )
 def test_agreement_hash_sees_what_ranks_must_agree_on(change):
@@ -291,7 +294,7 @@ def test_describe_names_every_agreed_field():
     text = MoECommunicatorConfig(**SMALL, timeout_s=5).describe()
     assert text == (
         "num_experts=8, hidden_size=64, topk=2, max_tokens_per_rank=None, mode=ht, layout=FLAT, "
-        "max_row_bytes=None, expert_alignment=1, rail_chunks=None, shrink=False"
+        "max_row_bytes=None, expert_alignment=1, ids_as_given=False, rail_chunks=None, shrink=False"
     )
 
 

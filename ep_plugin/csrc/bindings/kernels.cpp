@@ -162,6 +162,7 @@ void bind_dispatch_args(py::module_& m) {
       .field("num_sms", &DispatchRecvArgs::num_sms)
       .field("fresh", &DispatchRecvArgs::fresh)
       .field("optimistic", &DispatchRecvArgs::optimistic)
+      .field("wide_ids", &DispatchRecvArgs::wide_ids)
       .field("stream", &DispatchRecvArgs::stream);
 }
 

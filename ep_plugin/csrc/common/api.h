@@ -111,7 +111,7 @@ struct DispatchRecvArgs {
   Address tokens;          // [capacity, row_bytes] contiguous
   Address scales;          // [capacity, scale_bytes] or 0
   Address weights;         // FLAT [capacity], TOKEN_MAJOR [capacity,K], or 0
-  Address topk_ids;        // TOKEN_MAJOR: int32 [capacity,K]; 0 in FLAT
+  Address topk_ids;        // TOKEN_MAJOR: int32 [capacity,K], int64 if wide_ids; 0 in FLAT
   Address row_expert_ids;  // FLAT: int32 [capacity]; 0 in TOKEN_MAJOR
   Address expert_count;    // int32 [E_l]: FLAT: rows in the output; TOKEN_MAJOR: rows received, dropped ones too
   Address expert_offset;   // int32 [E_l+1]; no entry is larger than capacity (FLAT)
@@ -120,7 +120,7 @@ struct DispatchRecvArgs {
   int32_t num_sms;         // CUDA
   int32_t fresh;           // 1: also writes the routing's recv_rows and recv_chunk_end; 0: a cached dispatch
   int32_t optimistic;      // 1: enqueued before the host knows whether `capacity` and the routing's `slots` suffice
-  int32_t reserved;
+  int32_t wide_ids;        // 1: topk_ids are int64
   Address stream;
 };
 

@@ -37,6 +37,15 @@ EP_HD Arrival* arrival(const Comm& comm, int owner, int pool, int source, int ch
   return at<Arrival>(comm.control[owner], lay.arrival) + row * kMaxChunks + chunk;
 }
 
+// The ids of a TOKEN_MAJOR output: the bytes of one, and a store to the id of a pair.
+EP_HD int64_t id_bytes_of(const DispatchRecvArgs& args) { return args.wide_ids != 0 ? 8 : 4; }
+EP_HD void store_id(const DispatchRecvArgs& args, int64_t pair, int32_t id) {
+  if (args.wide_ids != 0)
+    at<int64_t>(args.topk_ids)[pair] = id;
+  else
+    at<int32_t>(args.topk_ids)[pair] = id;
+}
+
 // A handle's routing metadata with its parts named.
 struct Meta {
   int32_t *rank_prefix, *rank_count, *expert_count, *send_base, *combine_base, *recv_offset, *src_tokens, *token_base,

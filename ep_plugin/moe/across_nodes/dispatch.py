@@ -375,7 +375,7 @@ class DispatchAcrossNodes(Operation):
         if call.capacity is None:
             counted = totals[_C.num_totals : engine.num_totals]
             host_counts = torch.tensor(counted, dtype=torch.int64, device="cpu")
-        made = empty_rows(call, engine.flat, rows)
+        made = empty_rows(call, engine.flat, engine.config.ids_as_given, rows)
         result = self._result = DispatchResult(*made, counts, offsets, limits, host_counts)
         self._output = _C.DispatchRecvArgs(
             tokens=result.tokens.data_ptr(),
@@ -383,6 +383,7 @@ class DispatchAcrossNodes(Operation):
             weights=address(result.weights),
             row_expert_ids=address(result.ids) if engine.flat else 0,
             topk_ids=0 if engine.flat else address(result.ids),
+            wide_ids=int(made[-1].dtype is torch.int64),
             expert_count=counts.data_ptr(),
             expert_offset=offsets.data_ptr(),
             overflow=address(limits),

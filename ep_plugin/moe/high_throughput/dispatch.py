@@ -320,7 +320,7 @@ class Dispatch(Operation):
 
     def _allocate(self, args: Any, room: Rows) -> None:
         """Makes the output and the routing's recv_rows. Sets their addresses, and the pools' addresses, in `args`."""
-        made = empty_rows(self._call, self._engine.flat, room.output)
+        made = empty_rows(self._call, self._engine.flat, self._engine.config.ids_as_given, room.output)
         counts = self._expert_counts, self._expert_offsets, self._limits, self._host_counts
         result = self._result = DispatchResult(*made, *counts)
         args.comm = self._engine.comm
@@ -328,7 +328,7 @@ class Dispatch(Operation):
         if self._engine.flat:
             args.row_expert_ids = address(result.ids)
         else:
-            args.topk_ids = address(result.ids)
+            args.topk_ids, args.wide_ids = address(result.ids), int(made[-1].dtype is torch.int64)
         args.capacity = room.output
         if self._call.previous is None:
             self._recv_rows = self._plan.new_empty((room.slots, self._topk_ids.shape[1]))
@@ -337,7 +337,7 @@ class Dispatch(Operation):
 
 
 def empty_rows(
-    call: DispatchCall, flat: bool, rows: int | torch.SymInt
+    call: DispatchCall, flat: bool, ids_as_given: bool, rows: int | torch.SymInt
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor]:
     """Allocates `rows` output rows: tokens, scales, weights and ids, as in DispatchResult."""
     x, scales, weights = call.x, call.scales, call.weights
@@ -350,4 +350,5 @@ def empty_rows(
         tokens = x.new_empty((rows, x.shape[1]))
         row_scales = None if scales is None else scales.new_empty((rows, scales.shape[1]))
     row_weights = None if weights is None else weights.new_empty(beside)
-    return tokens, row_scales, row_weights, x.new_empty(beside, dtype=torch.int32)
+    id_dtype = call.topk_ids.dtype if ids_as_given else torch.int32
+    return tokens, row_scales, row_weights, x.new_empty(beside, dtype=id_dtype)

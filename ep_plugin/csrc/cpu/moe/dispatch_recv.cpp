@@ -75,7 +75,7 @@ bool receive_token_major(const Run& run, const Output& out, const char* slot, in
     if (!local_id(run, out, slot, k, source, &local)) return false;
     if (recv_rows != nullptr) recv_rows[k] = kept && local >= 0 ? static_cast<int32_t>(row) : -1;
     if (!kept) continue;
-    at<int32_t>(args.topk_ids)[row * K + k] = local;
+    store_id(args, row * K + k, local);
     if (wb == 0) continue;
     char* weight = at<char>(args.weights, (row * K + k) * wb);
     if (local >= 0)
@@ -132,7 +132,8 @@ void clear_rows(const Output& out, int64_t begin, int64_t end) {
   if (scale_bytes != 0) std::memset(at<char>(args.scales, begin * scale_bytes), 0, rows * scale_bytes);
   if (weight_bytes != 0) std::memset(at<char>(args.weights, begin * weight_bytes), 0, rows * weight_bytes);
   if (args.row_expert_ids != 0) std::fill_n(at<int32_t>(args.row_expert_ids) + begin, rows, -1);
-  if (args.topk_ids != 0) std::fill_n(at<int32_t>(args.topk_ids) + begin * K, rows * K, -1);
+  const int64_t ids_bytes = id_bytes_of(args) * K;
+  if (args.topk_ids != 0) std::memset(at<char>(args.topk_ids, begin * ids_bytes), 0xFF, rows * ids_bytes);
 }
 
 // Writes the tables of counts and offsets, and clears the output rows for which nothing was sent.
@@ -188,7 +189,7 @@ void poison(const DispatchRecvArgs& args) {
   fill(args.tokens, capacity * args.header.row_bytes, 0xFF);
   fill(args.scales, capacity * args.header.scale_bytes, 0xFF);
   fill(args.weights, capacity * weights, 0xFF);
-  fill(args.topk_ids, capacity * K * 4, 0xFF);
+  fill(args.topk_ids, capacity * K * id_bytes_of(args), 0xFF);
   fill(args.row_expert_ids, capacity * 4, 0xFF);
   fill(args.expert_count, per_rank * 4, 0);
   fill(args.expert_offset, (per_rank + 1) * 4, 0);

@@ -116,7 +116,7 @@ class RowWriter {
       if (args.fresh) recv_rows(source, position)[k] = kept && local >= 0 ? row : -1;
       if (!kept) continue;
       const int64_t pair = static_cast<int64_t>(row) * K + k;
-      at<int32_t>(args.topk_ids)[pair] = local;
+      store_id(args, pair, local);
       if (args.header.weight_bytes != 0) at<float>(args.weights)[pair] = local < 0 ? 0.0f : weight_in(head, k);
     }
     if (!kept) return 0;
@@ -215,7 +215,8 @@ __device__ inline void clear_row(const Output& out, int64_t row) {
   if (scale_bytes != 0) fill_bytes(args.scales + row * scale_bytes, scale_bytes, 0, lane_id(), kWarp);
   if (weight_bytes != 0) fill_bytes(args.weights + row * weight_bytes, weight_bytes, 0, lane_id(), kWarp);
   if (args.row_expert_ids != 0) fill_bytes(args.row_expert_ids + row * 4, 4, 0xFF, lane_id(), kWarp);
-  if (args.topk_ids != 0) fill_bytes(args.topk_ids + row * 4 * K, 4 * K, 0xFF, lane_id(), kWarp);
+  const int64_t ids_bytes = id_bytes_of(args) * K;
+  if (args.topk_ids != 0) fill_bytes(args.topk_ids + row * ids_bytes, ids_bytes, 0xFF, lane_id(), kWarp);
 }
 
 // A team of warps clears the output rows for which nothing is sent.
@@ -256,7 +257,7 @@ __device__ inline void poison(const DispatchRecvArgs& args) {
   fill_bytes(args.tokens, capacity * args.header.row_bytes, 0xFF, first, step);
   fill_bytes(args.scales, capacity * args.header.scale_bytes, 0xFF, first, step);
   fill_bytes(args.weights, capacity * weights, 0xFF, first, step);
-  fill_bytes(args.topk_ids, capacity * K * 4, 0xFF, first, step);
+  fill_bytes(args.topk_ids, capacity * K * id_bytes_of(args), 0xFF, first, step);
   fill_bytes(args.row_expert_ids, capacity * 4, 0xFF, first, step);
   fill_bytes(args.expert_count, experts * 4, 0, first, step);
   fill_bytes(args.expert_offset, (experts + 1) * 4, 0, first, step);
