@@ -7,9 +7,9 @@ describes a whole module.
 from collections.abc import Callable, Sequence
 from enum import IntEnum
 from types import ModuleType
-from typing import Any, Self, dataclass_transform
+from typing import Any, Self, dataclass_transform, overload
 
-from torch import Tensor, device
+from torch import Tensor, device, dtype
 
 max_ranks: int
 max_topk: int
@@ -547,9 +547,18 @@ def ll_block_bytes(ranks: int, shape: LlShape, /) -> int: ...
 def ll_plan_layout(ranks: int, local_experts: int, max_tokens: int, topk: int, /) -> LlPlanLayout: ...
 
 class StreamOrder:
-    """The order of operations on the caller's streams of a device."""
+    """The order of operations on the caller's streams of a device. Tests pass functions that stand for CUDA."""
 
+    @overload
     def __init__(self, device: int, /) -> None: ...
+    @overload
+    def __init__(
+        self,
+        device: int,
+        stream_capture: Callable[[int, int], int],
+        order_streams: Callable[[int, int, int], None],
+        /,
+    ) -> None: ...
     def enter(self, current: int, /) -> int:
         """Returns the stream `current`, ordered after the stream of the operation before."""
 
@@ -582,11 +591,7 @@ def kept_calls() -> list[tuple[Any, str, str, int, int, int, float, float | None
 def forget_calls() -> None: ...
 
 class LowLatency:
-    """Runs the whole of low-latency operations like earlier ones.
-
-    `dispatch` and `combine` take the arguments of MoECommunicator's methods in their order, and return their results.
-    They return None for a call that Python must take.
-    """
+    """Runs low-latency operations like earlier ones."""
 
     def __init__(
         self,
@@ -602,43 +607,69 @@ class LowLatency:
         local_experts: int,
         /,
     ) -> None: ...
-    @property
-    def dispatch(self) -> Callable[..., Any]: ...
-    @property
-    def combine(self) -> Callable[..., Any]: ...
+    def functions(self) -> dict[str, Callable[..., Any]]:
+        """The functions of moe.low_latency.engine.InC, by name. Each call makes new ones."""
+
     @property
     def num_calls(self) -> int:
-        """How many operations ran here."""
+        """How many operations, or halves of them, ran here."""
 
     def next_slot(self, kind: int, is_captured: bool, /) -> int: ...
-    def forget(self) -> None:
-        """Forgets all calls."""
-
     def set_comm(self, comm: Comm, /) -> None: ...
     def set_busy(self, kind: int, is_busy: bool, /) -> None: ...
     def set_number(self, number: int, /) -> None: ...
     def set_serves(self, name: str, /) -> None: ...
     def remember_dispatch(
         self,
+        is_for_buffer: bool,
         form: bytes,
-        capacity: int | None,
-        quantize: str | None,
+        settings: tuple[Any, ...],
         args: LlDispatchArgs,
-        per_expert: int,
         columns: int,
         dtype: str,
         scales: int,
         scale_dtype: str,
-        plan_words: int,
         rows_of: tuple[Any, ...] | None,
         /,
     ) -> None: ...
-    def remember_combine(self, form: bytes, args: LlCombineArgs, dtype: str, /) -> None: ...
+    def remember_combine(
+        self, is_for_buffer: bool, form: bytes, settings: tuple[Any, ...], args: LlCombineArgs, dtype: str, /
+    ) -> None: ...
+
+class StartedOperation:
+    """A low-latency operation whose send half C has run. It has the attributes of moe.in_flight.Operation."""
+
+    number: int
+    is_dropped: bool
+    @property
+    def kind(self) -> int: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def call(self) -> Call: ...
+    @property
+    def is_received(self) -> bool:
+        """Whether the receive half was launched."""
+    capture: int
+    result: None
+    def receive(self) -> Any:
+        """Runs the receive half and returns what the caller's function returns. None: Python must run it."""
+
+    def finish(self) -> tuple[Tensor | None, ...]:
+        """Runs the receive half within a call that has begun, and returns the operator's results."""
+
+    def results(self) -> tuple[Tensor | None, ...]: ...
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """Returns every tensor that a kernel reads or writes."""
+
+    def made(self) -> Any:
+        """Returns what the caller's function returns. Its tensors have their values after the receive half."""
 
 def set_low_latency_objects(
     output_type: type,
     handle_type: type,
     nothing: Tensor,
+    int64: dtype,
     served: Callable[..., None],
     served_kind: str,
     sums: type,

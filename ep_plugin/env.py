@@ -15,7 +15,7 @@ EP_PLUGIN_PLAIN_KERNELS        ``1``: dispatch, combine and messages on GPUs use
 EP_PLUGIN_TEST_GATE            a step at which to halt, see TEST_GATES (tests only)
 EP_PLUGIN_LOG                  ``1``: show records of level INFO, such as choices and allocations, on stderr (log.py)
 EP_PLUGIN_RANGES               ``profiler`` or ``nvtx``: put operations into ranges that profilers show (ranges.py)
-EP_PLUGIN_CONTROL              ``c`` (default on CPUs) or ``python`` (default on GPUs): what starts low-latency calls
+EP_PLUGIN_CONTROL              ``c`` (default on CPUs) or ``python`` (default on GPUs): what runs low-latency calls
 EP_PLUGIN_DUMP                 a folder into which a rank that fails writes its latest operations (runtime/calls.py)
 EP_PLUGIN_EMULATION            the nodes that ``ep_plugin.testing.nodes`` emulates; `ep-bench` puts it into results
 EP_PLUGIN_COMMIT               the commit that `ep-bench` writes into results outside of a git checkout

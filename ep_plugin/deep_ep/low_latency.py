@@ -6,48 +6,33 @@ E_l = E / R on this rank, R ranks, N = R * T_max rows of each expert.
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import torch
-import torch.distributed as dist
 
 from ep_plugin import _C
-from ep_plugin.config import MAX_TOPK, MoECommunicatorConfig
 from ep_plugin.deep_ep import arguments, handles
 from ep_plugin.deep_ep.handles import LowLatencyHandle
-from ep_plugin.deep_ep.shared import device_of, least_bound
+from ep_plugin.deep_ep.low_latency_memory import LowLatencyMemory, config_of, hinted
+from ep_plugin.deep_ep.shared import device_of
 from ep_plugin.deep_ep.utils.event import EventOverlap, ordered
 from ep_plugin.errors import NotSupported
-from ep_plugin.moe.arguments import check_tensors
 from ep_plugin.moe.communicator import MoECommunicator
 from ep_plugin.moe.in_flight import Operation, Work, untraced
 from ep_plugin.moe.layout import DispatchResult
-from ep_plugin.moe.low_latency.engine import LowLatencyEngine, slots_of
+from ep_plugin.moe.low_latency.combine import LowLatencyCombine
+from ep_plugin.moe.low_latency.dispatch import LowLatencyDispatch
+from ep_plugin.moe.low_latency.engine import slots_of
 from ep_plugin.runtime.tensors import KnownCalls, call_of
-from ep_plugin.transport.exchange import Exchange
-from ep_plugin.transport.groups import timeout_of
 
 Hook: TypeAlias = Callable[[], None]
 
-_SHRINK_TIMEOUT_S = 100.0  # DeepEP's, after which a rank is masked
+_DISPATCH, _COMBINE = LowLatencyDispatch.kind, LowLatencyCombine.kind
 _NUM_RESULTS = len(DispatchResult._fields)
-# T_max, H and E of the last size hint of so many ranks and bytes. A Buffer that is given these bytes is for such calls.
-_hinted: dict[tuple[int, int], tuple[int, int, int]] = {}
 
 
-@dataclasses.dataclass
-class _CombineBuffers:
-    """Two buffers that take turns, so that one may be filled while a combine sends the other."""
-
-    combines: int = 0  # that have sent one of them
-    pair: list[torch.Tensor] = dataclasses.field(default_factory=list)
-
-
-class LowLatencyCalls:
+class LowLatencyCalls(LowLatencyMemory):
     """The low-latency calls of a Buffer with ``low_latency_mode=True``.
 
     The constructor makes the memory for the sizes whose `get_low_latency_rdma_size_hint` is its `num_rdma_bytes`. Other
@@ -56,19 +41,9 @@ class LowLatencyCalls:
     ValueError.
     """
 
-    group: dist.ProcessGroup
-    rank: int
-    group_size: int
-    low_latency_mode: bool
-    enable_shrink: bool
-    _check_open: Callable[[], None]
-    _communicator: Callable[[MoECommunicatorConfig, torch.device], MoECommunicator]
-
     def __init__(self) -> None:
-        self._low_latency: dict[tuple[int, int, int, torch.device], MoECommunicator] = {}
-        self._combine_buffers: dict[tuple[int, int, int, torch.device], _CombineBuffers] = {}
+        super().__init__()
         self._known = KnownCalls()
-        self._masked = [0] * self.group_size  # as set by calls, for communicators that are made later
 
     @staticmethod
     def get_low_latency_rdma_size_hint(
@@ -79,9 +54,9 @@ class LowLatencyCalls:
         arguments.check_max_tokens(num_max_dispatch_tokens_per_rank)
         arguments.check_at_least(1, hidden=hidden, num_ranks=num_ranks)
         arguments.check_experts(num_experts, num_ranks)
-        config = _config_of(num_max_dispatch_tokens_per_rank, hidden, num_experts)
+        config = config_of(num_max_dispatch_tokens_per_rank, hidden, num_experts)
         hint = _C.ll_block_bytes(num_ranks, slots_of(config)[1])
-        _hinted[num_ranks, hint] = (num_max_dispatch_tokens_per_rank, hidden, num_experts)
+        hinted[num_ranks, hint] = (num_max_dispatch_tokens_per_rank, hidden, num_experts)
         return hint
 
     @untraced
@@ -102,7 +77,6 @@ class LowLatencyCalls:
         comm.in_flight.run(comm.new_dispatch(x, ids, None, None, self.group_size, None, [], comm.number))
 
     @untraced
-    @torch.no_grad()
     def low_latency_dispatch(
         self,
         x: torch.Tensor,
@@ -141,20 +115,32 @@ class LowLatencyCalls:
         """
         self._check_low_latency("low_latency_dispatch")
         _check_async(async_finish, return_recv_hook)
-        max_tokens = num_max_dispatch_tokens_per_rank
-        stats = {"cumulative": cumulative_local_expert_recv_stats, "wait_cost": dispatch_wait_recv_cost_stats}
-        form = _C.form_of(x, topk_idx, *stats.values())
-        call = call_of(form, "dispatch", max_tokens, num_experts, use_fp8, round_scale, use_ue8m0)
-        if not self._known.find(call):
+        given = x, topk_idx, cumulative_local_expert_recv_stats, dispatch_wait_recv_cost_stats
+        settings = num_max_dispatch_tokens_per_rank, num_experts, use_fp8, round_scale, use_ue8m0
+        comm = None if async_finish else self._opened(x, num_max_dispatch_tokens_per_rank, None, num_experts)
+        if comm is not None:
+            made, *rest = _run_in_c(comm, _DISPATCH, (*given, *settings), return_recv_hook)
+            if made is not None:
+                return (*made, *rest)
+        return self._dispatch_low_latency(given, settings, async_finish, return_recv_hook)
+
+    @torch.no_grad()
+    def _dispatch_low_latency(
+        self, given: tuple[Any, ...], settings: tuple[Any, ...], async_finish: bool, return_recv_hook: bool
+    ) -> tuple[Any, torch.Tensor, LowLatencyHandle, EventOverlap, Hook | None]:
+        """Run a dispatch by Python, and let C run the next one like it."""
+        x, topk_idx, cumulative, wait_cost = given
+        max_tokens, num_experts, use_fp8, round_scale, use_ue8m0 = settings
+        form = _C.form_of(x, topk_idx, None, None, cumulative, wait_cost)
+        call = call_of(form, "dispatch", *settings)
+        is_new = not self._known.find(call)
+        if is_new:
             arguments.check_max_tokens(max_tokens)
             arguments.check_experts(num_experts, self.group_size)
             arguments.check_low_latency_dispatch(x, topk_idx, max_tokens, num_experts, use_fp8)
             self._check_stats(
-                num_experts,
-                cumulative_local_expert_recv_stats=cumulative_local_expert_recv_stats,
-                dispatch_wait_recv_cost_stats=dispatch_wait_recv_cost_stats,
+                num_experts, cumulative_local_expert_recv_stats=cumulative, dispatch_wait_recv_cost_stats=wait_cost
             )
-            self._known.remember(call)
         arguments.check_ids(topk_idx, num_experts)
         quantize = arguments.quantized_as(use_fp8, round_scale, use_ue8m0)
         hidden = x.shape[1]
@@ -162,9 +148,16 @@ class LowLatencyCalls:
         rows = self.group_size * max_tokens
 
         def make() -> Operation:
-            return comm.new_dispatch(x, topk_idx.contiguous(), None, None, rows, quantize, [], comm.number, **stats)
+            ids = topk_idx.contiguous()
+            operation: Any = comm.new_dispatch(
+                x, ids, None, None, rows, quantize, [], comm.number, cumulative=cumulative, wait_cost=wait_cost
+            )
+            if is_new and ids is topk_idx:
+                operation.buffer_call = form, settings
+            return operation
 
-        results, event, hook = _run(comm, make, (x, topk_idx, *stats.values()), async_finish, return_recv_hook)
+        results, event, hook = _run(comm, make, given, async_finish, return_recv_hook)
+        self._known.remember(call)
         out = DispatchResult(*results[:_NUM_RESULTS])
         plan = results[_NUM_RESULTS + 1]
         parts = handles.low_latency_parts(comm.engine.plan_layout(max_tokens, topk_idx.shape[1]), plan, rows)
@@ -172,7 +165,6 @@ class LowLatencyCalls:
         return received, out.expert_counts, (*parts, max_tokens, hidden, num_experts), event, hook
 
     @untraced
-    @torch.no_grad()
     def low_latency_combine(
         self,
         x: torch.Tensor,
@@ -207,26 +199,51 @@ class LowLatencyCalls:
         if use_logfmt and zero_copy:
             raise ValueError("zero_copy: expected False with use_logfmt=True, got True")
         src_info, layout_range, *sizes = handles.parts_of(handle)
-        form = _C.form_of(x, topk_idx, topk_weights, src_info, layout_range, out, combine_wait_recv_cost_stats)
-        call = call_of(form, "combine", *sizes, use_logfmt)
-        max_tokens, hidden, num_experts = sizes
-        if not self._known.find(call):
+        given = x, topk_weights, topk_idx, src_info, layout_range, out, combine_wait_recv_cost_stats
+        settings = *sizes, use_logfmt
+        comm = None if async_finish or zero_copy else self._opened(x, *sizes)
+        if comm is not None:
+            made, *rest = _run_in_c(comm, _COMBINE, (*given, *settings), return_recv_hook)
+            if made is not None:
+                return (made, *rest)
+        return self._combine_low_latency(given, settings, zero_copy, async_finish, return_recv_hook)
+
+    @torch.no_grad()
+    def _combine_low_latency(
+        self,
+        given: tuple[Any, ...],
+        settings: tuple[Any, ...],
+        zero_copy: bool,
+        async_finish: bool,
+        return_recv_hook: bool,
+    ) -> tuple[torch.Tensor, EventOverlap, Hook | None]:
+        """Run a combine by Python, and let C run the next one like it."""
+        x, topk_weights, topk_idx, src_info, layout_range, out, wait_cost = given
+        max_tokens, hidden, num_experts, use_logfmt = settings
+        handle = src_info, layout_range, max_tokens, hidden, num_experts
+        form = _C.form_of(x, topk_weights, None, *given[2:])
+        call = call_of(form, "combine", *settings, zero_copy)
+        is_new = not self._known.find(call)
+        if is_new:
             handles.check_low_latency(handle, self.group_size)
             arguments.check_low_latency_combine(x, topk_idx, topk_weights, out, handle, use_logfmt)
-            self._check_stats(num_experts, combine_wait_recv_cost_stats=combine_wait_recv_cost_stats)
-            self._known.remember(call)
+            self._check_stats(num_experts, combine_wait_recv_cost_stats=wait_cost)
         arguments.check_ids(topk_idx, num_experts)
         comm = self._open(max_tokens, hidden, num_experts, x.device)
         plan = handles.plan_behind(src_info, comm.engine.plan_layout(max_tokens, topk_idx.shape[1]))
         rows = self._combine_buffer(handle, sends=True) if zero_copy else x
 
         def make() -> Operation:
-            weights, routing = topk_weights.contiguous(), (topk_idx.contiguous(), plan)
-            given = rows, weights, None, None, False, routing, comm.number
-            return comm.new_combine(*given, out=out, logfmt=use_logfmt, wait_cost=combine_wait_recv_cost_stats)
+            weights, ids = topk_weights.contiguous(), topk_idx.contiguous()
+            sent = rows, weights, None, None, False, (ids, plan), comm.number
+            operation: Any = comm.new_combine(*sent, out=out, logfmt=use_logfmt, wait_cost=wait_cost)
+            if is_new and ids is topk_idx and weights is topk_weights and rows is x:
+                operation.buffer_call = form, settings
+            return operation
 
-        reads = (rows, topk_idx, topk_weights, plan, out, combine_wait_recv_cost_stats)
+        reads = (rows, topk_idx, topk_weights, plan, out, wait_cost)
         results, event, hook = _run(comm, make, reads, async_finish, return_recv_hook)
+        self._known.remember(call)
         return results[0], event, hook
 
     @untraced
@@ -252,60 +269,6 @@ class LowLatencyCalls:
             )
         return torch.empty(0, dtype=dtype, device=device_of(self.group))
 
-    # -- masks ---------------------------------------------------------------------------------------------------
-
-    @untraced
-    def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
-        """Mask a rank, which this rank then neither sends to nor waits for, or unmask it."""
-        self._check_shrink("low_latency_update_mask_buffer")
-        if type(rank_to_mask) is not int or not 0 <= rank_to_mask < self.group_size:
-            raise ValueError(f"rank_to_mask: expected a rank from 0 to {self.group_size - 1}, got {rank_to_mask!r}")
-        self._masked[rank_to_mask] = int(mask)
-        for comm in self._low_latency.values():
-            comm.rank_mask[rank_to_mask] = int(mask)
-
-    @untraced
-    def low_latency_query_mask_buffer(self, mask_status: torch.Tensor) -> None:
-        """Write to `mask_status`, int32 ``[R]``: 1 for masked ranks, else 0."""
-        self._check_shrink("low_latency_query_mask_buffer")
-        check_tensors(mask_status=mask_status)
-        arguments.check_tensor("mask_status", mask_status, (torch.int32,), self.group_size)
-        mask_status.copy_(torch.tensor(self._masked, dtype=torch.int32, device="cpu"))
-        for comm in self._low_latency.values():
-            torch.maximum(mask_status, comm.rank_mask.to(mask_status.device), out=mask_status)
-
-    @untraced
-    def low_latency_clean_mask_buffer(self) -> None:
-        """Unmask all ranks."""
-        self._check_shrink("low_latency_clean_mask_buffer")
-        self._masked = [0] * self.group_size
-        for comm in self._low_latency.values():
-            comm.rank_mask.zero_()
-
-    # -- memory --------------------------------------------------------------------------------------------------
-
-    def _reserve(self, num_rdma_bytes: int) -> None:
-        """Make the memory of the sizes whose hint this is. Collective. A rank may then be late in every call."""
-        sizes, device = _hinted.get((self.group_size, num_rdma_bytes)), device_of(self.group)
-        mine = [sizes and list(sizes), device.type]
-        with contextlib.closing(Exchange(self.group)) as exchange:
-            of_all = exchange.all_gather("low-latency sizes", mine)
-        if sizes is not None and all(theirs == mine for theirs in of_all):
-            engine = self._open(*sizes, device).engine
-            engine.run("low-latency memory", LowLatencyEngine.ensure_memory)
-
-    # -- what the calls share ------------------------------------------------------------------------------------
-
-    def _check_low_latency(self, call: str) -> None:
-        self._check_open()
-        if not self.low_latency_mode:
-            raise ValueError(f"{call}(): expected a Buffer made with low_latency_mode=True, got False")
-
-    def _check_shrink(self, call: str) -> None:
-        self._check_low_latency(call)
-        if not self.enable_shrink:
-            raise ValueError(f"{call}(): expected a Buffer made with enable_shrink=True, got False")
-
     def _check_stats(self, num_experts: int, **stats: torch.Tensor | None) -> None:
         arguments.check_kind(torch.Tensor, **stats)
         for name, given in stats.items():
@@ -316,53 +279,17 @@ class LowLatencyCalls:
             if given is not None and not given.is_contiguous():
                 raise ValueError(f"{name}: expected a contiguous tensor, got strides {given.stride()}")
 
-    def _open(self, max_tokens: int, hidden: int, num_experts: int, device: torch.device) -> MoECommunicator:
-        """Return the communicator of calls of these sizes, or make it. It then knows of all masked ranks."""
-        config = _config_of(max_tokens, hidden, num_experts)
-        assert config.max_tokens_per_rank is not None
-        key = num_experts, hidden, config.max_tokens_per_rank, device
-        comm = self._low_latency.get(key)
-        if comm is None:
-            if self.enable_shrink:
-                seconds = min(_SHRINK_TIMEOUT_S, timeout_of(self.group))
-                config = dataclasses.replace(config, shrink=True, timeout_s=seconds)
-            comm = self._low_latency[key] = self._communicator(config, device)
-            if any(self._masked):
-                comm.rank_mask.copy_(torch.tensor(self._masked, dtype=torch.int32, device="cpu"))
-        if self.enable_shrink and len(self._low_latency) > 1:
-            for other in self._low_latency.values():
-                if other is not comm and other.engine.device == device:
-                    torch.maximum(comm.rank_mask, other.rank_mask, out=comm.rank_mask)
-        return comm
 
-    def _combine_buffer(self, handle: LowLatencyHandle, sends: bool) -> torch.Tensor:
-        """Return the next buffer of a combine. sends: a combine sends it now, so the other one is the next."""
-        src_info, _, max_tokens, hidden, num_experts = handle
-        key = max_tokens, hidden, num_experts, src_info.device
-        buffers = self._combine_buffers.setdefault(key, _CombineBuffers())
-        index = buffers.combines % 2
-        if len(buffers.pair) <= index:
-            if sends:
-                raise ValueError(
-                    "zero_copy: expected get_next_low_latency_combine_buffer(handle) to be called and filled before, "
-                    "got a combine without it"
-                )
-            shape = (*src_info.shape, hidden)
-            buffers.pair.append(torch.empty(shape, dtype=torch.bfloat16, device=src_info.device))
-        buffers.combines += sends
-        return buffers.pair[index]
-
-
-@functools.lru_cache(maxsize=64)
-def _config_of(max_tokens: int, hidden: int, num_experts: int) -> MoECommunicatorConfig:
-    """Return the config of calls of at most `max_tokens` tokens per rank, rounded up, and any K."""
-    return MoECommunicatorConfig(
-        mode="ll",
-        num_experts=num_experts,
-        hidden_size=hidden,
-        topk=min(num_experts, MAX_TOPK),
-        max_tokens_per_rank=least_bound(max_tokens),
-    )
+def _run_in_c(
+    comm: MoECommunicator, kind: int, given: tuple[Any, ...], halves: bool
+) -> tuple[Any, EventOverlap, Hook | None]:
+    """Run an operation like an earlier one by C. Returns as `_run`, but no results if Python must run the operation."""
+    functions, event = comm.engine.in_c, EventOverlap()
+    if not halves:
+        return (functions.buffer_dispatch, functions.buffer_combine)[kind](*given), event, None
+    start = (functions.start_buffer_dispatch, functions.start_buffer_combine)[kind]
+    started = comm.in_flight.start_in_c(kind, start, *given)
+    return (None, event, None) if started is None else (started.made(), event, _hook(comm, started))
 
 
 def _run(
@@ -380,12 +307,16 @@ def _run(
     return started.results(), EventOverlap(), _hook(comm, started)
 
 
-def _hook(comm: MoECommunicator, started: Operation) -> Hook:
+def _hook(comm: MoECommunicator, started: Operation | _C.StartedOperation) -> Hook:
     """Return a function whose first call receives `started` on the current stream. Several threads may call it."""
 
-    def receive() -> bool:
-        comm.in_flight.collect(started.number)
-        return True
+    def receive() -> object:
+        if isinstance(started, _C.StartedOperation):
+            return comm.in_flight.receive(started, collect)
+        return collect()
+
+    def collect() -> object:
+        return comm.in_flight.collect(started.number)
 
     work = Work(started, receive)
 

@@ -27,11 +27,11 @@ from ep_plugin.moe.arguments import as_weights, check_quantize, check_tensors
 from ep_plugin.moe.high_throughput.combine import Combine
 from ep_plugin.moe.high_throughput.dispatch import Dispatch
 from ep_plugin.moe.high_throughput.engine import HighThroughputEngine
-from ep_plugin.moe.in_flight import CombineWork, DispatchWork, InFlight, Operation, untraced
+from ep_plugin.moe.in_flight import CombineWork, DispatchWork, InFlight, Operation, Work, untraced
 from ep_plugin.moe.layout import NOTHING, DispatchHandle, DispatchOutput, DispatchResult, HandleSizes
 from ep_plugin.moe.low_latency.combine import LowLatencyCombine
 from ep_plugin.moe.low_latency.dispatch import LowLatencyDispatch
-from ep_plugin.moe.low_latency.engine import LowLatencyEngine
+from ep_plugin.moe.low_latency.engine import InC, LowLatencyEngine
 from ep_plugin.moe.low_latency.in_flight import LowLatencyInFlight
 from ep_plugin.moe.registry import register, shared_communicator
 from ep_plugin.moe.statistics import LoadStats, Sums
@@ -42,10 +42,6 @@ from ep_plugin.transport.peer import PeerBuffer
 
 _NUM_RESULTS = len(DispatchResult._fields)
 _NUM_ROUTING = len(DispatchHandle._fields) - 1  # tensors of a handle
-
-
-def _leave_to_python(*given: Any) -> None:
-    """Takes the place of a function of C that runs calls like earlier ones."""
 
 
 class MoECommunicator:
@@ -97,12 +93,11 @@ class MoECommunicator:
         """The facts that operations over several nodes share; None on one node."""
         sizes = self._open_low_latency(group, resolved) if config.mode == "ll" else self._open(group, resolved)
         self.number = register(self, sizes)
-        self._call_dispatch: Callable[..., Any] = _leave_to_python
-        self._call_combine: Callable[..., Any] = _leave_to_python
+        self._in_c = InC()
         engine: Any = self.engine
-        if self.config.mode == "ll" and engine.runs_in_c():
+        if self.config.mode == "ll":
             engine.control.set_number(self.number)
-            self._call_dispatch, self._call_combine = engine.control.dispatch, engine.control.combine
+            self._in_c = engine.in_c
 
     def _open(self, group: dist.ProcessGroup, device: torch.device) -> str:
         """Makes the parts of a high-throughput communicator. Returns a key of all that its results' sizes depend on."""
@@ -245,7 +240,7 @@ class MoECommunicator:
                 un-received dispatch.
         """
         given = (x, topk_ids, topk_weights, scales, previous_handle, capacity, quantize)
-        made = None if torch.compiler.is_compiling() else self._call_dispatch(*given)
+        made = None if torch.compiler.is_compiling() else self._in_c.dispatch(*given)
         return self._dispatch(0, *given) if made is None else made
 
     def combine(
@@ -272,7 +267,7 @@ class MoECommunicator:
         Returns:
             ``[T, H]`` of y's dtype; the caller owns it.
         """
-        made = None if torch.compiler.is_compiling() else self._call_combine(y, handle, weights, bias)
+        made = None if torch.compiler.is_compiling() else self._in_c.combine(y, handle, weights, bias)
         return self._combine(0, y, handle, weights, bias) if made is None else made
 
     def combine_with_values(
@@ -331,6 +326,9 @@ class MoECommunicator:
             A work whose `wait()` returns what `dispatch` does.
         """
         given = (x, topk_ids, topk_weights, scales, previous_handle, capacity, quantize)
+        work = self._start_in_c(LowLatencyDispatch.kind, self._in_c.start_dispatch, self._dispatch, given)
+        if work is not None:
+            return work
         started = self.in_flight.start(self.new_dispatch(*self._dispatch_arguments(*given)))
         return DispatchWork(started, lambda: self._dispatch(started.number, *given))
 
@@ -352,6 +350,9 @@ class MoECommunicator:
             A work whose `wait()` returns what `combine` does.
         """
         given = (y, handle, weights, bias)
+        work = self._start_in_c(LowLatencyCombine.kind, self._in_c.start_combine, self._combine, given)
+        if work is not None:
+            return work
         started = self.in_flight.start(self.new_combine(*self._combine_arguments(*given)))
         return CombineWork(started, lambda: self._combine(started.number, *given))
 
@@ -448,6 +449,19 @@ class MoECommunicator:
     def _combine(self, started: int, *given: Any) -> torch.Tensor:
         """Combines with the arguments `given`, or collects the result of a combine that has been started."""
         return ops.combine(*self._combine_arguments(*given), started)[0]
+
+    def _start_in_c(
+        self, kind: int, start: Callable[..., Any], collect: Callable[..., Any], given: tuple[Any, ...]
+    ) -> Work[Any] | None:
+        """Starts an operation by `start`, a function of C. None: Python must start it.
+
+        collect: `_dispatch` or `_combine`, for works that C cannot receive.
+        """
+        started = None if self.config.mode != "ll" else self.in_flight.start_in_c(kind, start, *given)
+        if started is None:
+            return None
+        by_python = functools.partial(collect, started.number, *given)
+        return Work(started, functools.partial(self.in_flight.receive, started, by_python))
 
     def _dispatch_arguments(self, *given: Any) -> tuple[Any, ...]:
         """Returns the operator's arguments except `started`."""

@@ -172,8 +172,8 @@ def untraced(function: Callable[P, T]) -> Callable[P, T]:
 class Work(Generic[T]):
     """An asynchronous operation. `wait()` returns the result that the plain call would have returned."""
 
-    def __init__(self, operation: Operation, complete: Callable[[], T]) -> None:
-        self._operation: Operation | None = operation
+    def __init__(self, operation: Operation | _C.StartedOperation, complete: Callable[[], T]) -> None:
+        self._operation: Operation | _C.StartedOperation | None = operation
         self._complete: Callable[[], T] | None = complete
         self._result: T | None = None
         self._waiting = threading.RLock()

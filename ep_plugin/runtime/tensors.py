@@ -101,17 +101,12 @@ class KnownCalls:
         """Returns what `remember` has stored for `call`. None: nothing."""
         return self._found.get(call)
 
-    def remember(self, call: Hashable, found: Any = True) -> bool:
-        """Stores what follows from `call`, which `call_of` has returned. A call that is None is never found again.
-
-        Returns whether it has forgotten all other calls, which were too many.
-        """
-        forgets = call is not None and len(self._found) >= _MOST_KNOWN
-        if forgets:  # several threads may be here
-            self._found.clear()
+    def remember(self, call: Hashable, found: Any = True) -> None:
+        """Stores what follows from `call`, which `call_of` has returned. A call that is None is never found again."""
         if call is not None:
+            if len(self._found) >= _MOST_KNOWN:  # several threads may be here
+                self._found.clear()
             self._found[call] = found
-        return forgets
 
 
 def call_of(form: bytes | None, *settings: Hashable) -> Hashable:

@@ -231,14 +231,22 @@ def test_streams_of_one_graph_follow_each_other(
     waited: list[Any] = []
     before, now = 0, 7  # handles: the first is the default stream's
     recording = {handle for handle, kind in ((before, earlier), (now, current)) if kind == "recording"}
-    monkeypatch.setattr(_C, "stream_capture", lambda stream, _: stream in recording, raising=False)
+
+    def capture(stream: int, device: int) -> bool:
+        return stream in recording
+
+    order = _C.StreamOrder(0, capture, lambda *given: waited.append(given))
+    assert order.enter(before) == before and not waited
+    assert order.enter(now) == now
+    assert waited == ([(now, before, 0)] if waits else [])
+    assert order.enter(now) == now and len(waited) == waits
+    waited.clear()
+    monkeypatch.setattr(_C, "stream_capture", capture, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: now, raising=False)
     monkeypatch.setattr(_C, "order_streams", lambda *given: waited.append(given), raising=False)
     streams = CallerStreams(torch.device("cuda", 0))
-    streams._last = before
-    assert streams.enter() == now
-    assert waited == ([(now, before, 0)] if waits else [])
-    assert streams.enter() == now and len(waited) == waits
+    assert streams.follow(before) == now and waited == ([(now, before, 0)] if waits else [])
+    assert streams.follow(now) == now and len(waited) == waits
 
 
 def _keeps_launches(rank: int) -> None:

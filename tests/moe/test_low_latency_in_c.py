@@ -14,64 +14,18 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ep_plugin import _C, EpPluginError, MoECommunicator, PeerAborted, record_stats
+from ep_plugin import _C, EpPluginError, PeerAborted, record_stats
 from ep_plugin.errors import CommunicatorClosed
 from tests.faults.fault_cases import nothing_left_behind
-from tests.moe.low_latency_cases import low_latency
+from tests.moe.in_c_cases import calls_of, made_by, same_dispatches, tokens_of
 from tests.moe.moe_cases import Case, named, on_ranks
 from tests.ranks import note, run_ranks, values
-
-CASE = Case(tokens=(4, 4), num_experts=4, hidden=128, topk=2, dtype=torch.bfloat16)
-CONTROL = "EP_PLUGIN_CONTROL"
-
-
-def _made(control: str, case: Case = CASE, **settings: Any) -> MoECommunicator:
-    os.environ[CONTROL] = control
-    try:
-        return low_latency(case, **settings)
-    finally:
-        del os.environ[CONTROL]
-
-
-def _calls(comm: MoECommunicator) -> int:
-    return int(comm.engine.control.num_calls)
-
-
-def _tokens(generator: torch.Generator, num_tokens: int, hidden: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-    x = torch.randn(num_tokens, hidden, generator=generator).to(dtype)
-    ids = torch.rand(num_tokens, 4, generator=generator).topk(2).indices
-    ids[torch.rand(ids.shape, generator=generator) < 0.2] = -1
-    return x, ids, torch.rand(num_tokens, 2, generator=generator, dtype=torch.float32)
-
-
-def _rows(made: torch.Tensor, counts: torch.Tensor) -> list[torch.Tensor]:
-    """The rows that a dispatch defines, as bytes; the others hold anything."""
-    return [of.contiguous().view(torch.uint8)[: int(n)] for of, n in zip(made, counts, strict=True)]
-
-
-def _same(one: Any, other: Any) -> None:
-    """Compares two dispatches: all that they define, and the tensors' forms."""
-    (out, handle), (out2, handle2) = one, other
-    assert type(out) is type(out2) and type(handle) is type(handle2) and len(handle) == len(handle2)
-    for field in out._fields:
-        a, b = getattr(out, field), getattr(out2, field)
-        assert (a is None) == (b is None), field
-        if a is not None:
-            forms = [(t.shape, t.stride(), t.dtype, t.requires_grad, t.is_inference(), type(t)) for t in (a, b)]
-            assert forms[0] == forms[1], field
-    assert torch.equal(out.num_tokens_per_expert, out2.num_tokens_per_expert)
-    assert torch.equal(out.expert_offsets, out2.expert_offsets) and torch.equal(handle.topk_ids, handle2.topk_ids)
-    assert handle.plan.shape == handle2.plan.shape
-    for name in ("tokens", "scales"):
-        if getattr(out, name) is not None:
-            pairs = (_rows(getattr(given, name), out.num_tokens_per_expert) for given in (out, out2))
-            assert all(map(torch.equal, *pairs)), name
 
 
 def _both(rank: int, size: int) -> None:
     """Each form twice by both: the second call of C is its own."""
     case = Case(tokens=(64,) * size, num_experts=4, hidden=16384, topk=2)
-    python, c = _made("python", case), _made("c", case)
+    python, c = made_by("python", case), made_by("c", case)
     generator = torch.Generator().manual_seed(rank)
     forms: list[tuple[int, torch.dtype, str | None, int | None]] = [
         (128, torch.bfloat16, None, None),
@@ -84,19 +38,19 @@ def _both(rank: int, size: int) -> None:
     ]
     for hidden, dtype, quantize, capacity in forms:
         for num_tokens in (0, 1, 16):
-            x, ids, weights = _tokens(generator, num_tokens, hidden, dtype)
+            x, ids, weights = tokens_of(generator, num_tokens, hidden, dtype)
             ids = ids.int() if num_tokens == 1 else ids
             weights = weights.double() if dtype is torch.float64 else weights
-            before = _calls(c)
+            before = calls_of(c)
             for turn in range(2):
                 with named(f"{hidden} {dtype} {quantize} {capacity} {num_tokens} {turn}"):
                     made = [comm.dispatch(x, ids, capacity=capacity, quantize=quantize) for comm in (python, c)]
-                    _same(*made)
+                    same_dispatches(*made)
                     again = [
                         comm.dispatch(x, ids, previous_handle=handle, quantize=quantize)
                         for comm, (_, handle) in zip((python, c), made, strict=True)
                     ]
-                    _same(*again)
+                    same_dispatches(*again)
                     assert again[1][1] is made[1][1]
                     if quantize is None:
                         for given in ((), (weights,), (weights, torch.ones_like(x)), (None, x)):
@@ -106,8 +60,8 @@ def _both(rank: int, size: int) -> None:
                             ]
                             assert torch.equal(*sums) and sums[0].dtype is sums[1].dtype
             expected = 6 if quantize is None else 2
-            assert _calls(c) - before == expected, f"{_calls(c) - before} calls like an earlier one ran in C"
-    assert _calls(python) == 0
+            assert calls_of(c) - before == expected, f"{calls_of(c) - before} calls like an earlier one ran in C"
+    assert calls_of(python) == 0
     python.close()
     c.close()
 
@@ -128,15 +82,15 @@ class _Subclass(torch.Tensor):
 
 def _left_to_python(rank: int, size: int) -> None:
     """After calls that C ran: each of these goes through Python, and is right or refused as ever."""
-    comm = _made("c", Case(tokens=(4,) * size, num_experts=4, hidden=128, topk=2, dtype=torch.bfloat16))
+    comm = made_by("c", Case(tokens=(4,) * size, num_experts=4, hidden=128, topk=2, dtype=torch.bfloat16))
     generator = torch.Generator().manual_seed(3)
-    x, ids, weights = _tokens(generator, 4, 128, torch.bfloat16)
+    x, ids, weights = tokens_of(generator, 4, 128, torch.bfloat16)
     for _ in range(3):
         out, handle = comm.dispatch(x, ids)
         expected = comm.combine(out.tokens, handle, weights)
 
     def is_left(what: str, call: Callable[[], Any], refused: str = "") -> Any:
-        before = _calls(comm)
+        before = calls_of(comm)
         with named(what):
             made = None
             if refused:
@@ -144,7 +98,7 @@ def _left_to_python(rank: int, size: int) -> None:
                     call()
             else:
                 made = call()
-            assert _calls(comm) == before
+            assert calls_of(comm) == before
         return made
 
     def trip(rows: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor = weights) -> None:
@@ -169,9 +123,9 @@ def _left_to_python(rank: int, size: int) -> None:
     rows = is_left("a gradient", lambda: comm.dispatch(wants, ids))[0]
     assert rows.tokens.requires_grad
     with torch.no_grad():
-        before = _calls(comm)
+        before = calls_of(comm)
         comm.dispatch(wants, ids)
-        assert _calls(comm) == before + 1
+        assert calls_of(comm) == before + 1
     small = x.clone()
     small.untyped_storage().resize_(x.nbytes - 1)
     is_left("a storage that is too small", lambda: comm.dispatch(small, ids), "expected a storage")
@@ -203,9 +157,9 @@ def _left_to_python(rank: int, size: int) -> None:
         is_left("deterministic algorithms, which fill new memory", lambda: trip(x, ids))
     finally:
         torch.use_deterministic_algorithms(False)
-    before = _calls(comm)
+    before = calls_of(comm)
     trip(x, ids)
-    assert _calls(comm) == before + 2
+    assert calls_of(comm) == before + 2
     comm.close()
     for call in (lambda: comm.dispatch(x, ids), lambda: comm.combine(out.tokens, handle, weights)):
         with pytest.raises(CommunicatorClosed):
@@ -218,8 +172,8 @@ def test_what_c_leaves_to_python(size: int) -> None:
 
 
 def _keeps_nothing(rank: int, size: int) -> None:
-    comm = _made("c", Case(tokens=(4,) * size, num_experts=4, hidden=128, topk=2, dtype=torch.bfloat16))
-    x, ids, weights = _tokens(torch.Generator().manual_seed(3), 4, 128, torch.bfloat16)
+    comm = made_by("c", Case(tokens=(4,) * size, num_experts=4, hidden=128, topk=2, dtype=torch.bfloat16))
+    x, ids, weights = tokens_of(torch.Generator().manual_seed(3), 4, 128, torch.bfloat16)
 
     def turn() -> None:
         out, handle = comm.dispatch(x, ids)
@@ -231,14 +185,14 @@ def _keeps_nothing(rank: int, size: int) -> None:
     for _ in range(400):  # the latest calls of the process are kept, up to 1000
         turn()
     gc.collect()
-    before = len(gc.get_objects()), _calls(comm)
+    before = len(gc.get_objects()), calls_of(comm)
     references = [torch._C._storage_Use_Count(t.untyped_storage()._cdata) for t in (x, ids, weights)]
     for _ in range(1000):
         turn()
     gc.collect()
     assert len(gc.get_objects()) - before[0] < 50
     assert references == [torch._C._storage_Use_Count(t.untyped_storage()._cdata) for t in (x, ids, weights)]
-    assert _calls(comm) - before[1] == 3000
+    assert calls_of(comm) - before[1] == 3000
     comm.close()
 
 
@@ -248,7 +202,7 @@ def test_c_keeps_nothing() -> None:
 
 def _calls_of_threads(rank: int, size: int) -> None:
     """Threads call one communicator at once, and each result is its own. A function of C outlives its communicator."""
-    communicators = [_made("c", Case(tokens=(4,), num_experts=4, hidden=128, topk=2, dtype=torch.float32))]
+    communicators = [made_by("c", Case(tokens=(4,), num_experts=4, hidden=128, topk=2, dtype=torch.float32))]
     ids, wrong = torch.tensor([[0, 1], [1, 2], [2, 3], [3, 0]]), []
 
     def calls(number: int) -> None:
@@ -263,8 +217,8 @@ def _calls_of_threads(rank: int, size: int) -> None:
         thread.start()
     for thread in threads:
         thread.join(60)
-    assert not wrong and _calls(communicators[0]) > 1000
-    called = communicators[0]._call_dispatch
+    assert not wrong and calls_of(communicators[0]) > 1000
+    called = communicators[0]._in_c.dispatch
     communicators.pop().close()
     gc.collect()
     assert called(torch.zeros(4, 128), ids, None, None, None, None, None) is None
@@ -280,11 +234,11 @@ class _Alarm(Exception):
 
 def _interrupted(rank: int) -> str:
     """Rank 0's handler raises while C waits for rank 1, which then raises at once."""
-    comm = _made("c")
-    x, ids, _ = _tokens(torch.Generator().manual_seed(3), 4, 128, torch.bfloat16)
+    comm = made_by("c")
+    x, ids, _ = tokens_of(torch.Generator().manual_seed(3), 4, 128, torch.bfloat16)
     for _ in range(2):
         comm.dispatch(x, ids)
-    before = _calls(comm)
+    before = calls_of(comm)
     if rank == 0:
 
         def handler(*_: object) -> None:
@@ -295,7 +249,7 @@ def _interrupted(rank: int) -> str:
         note("waits for rank 1")
         with pytest.raises(_Alarm):
             comm.dispatch(x, ids)
-        assert _calls(comm) == before + 1
+        assert calls_of(comm) == before + 1
         with pytest.raises(EpPluginError, match="failed earlier on this rank: _Alarm in dispatch"):
             comm.dispatch(x, ids)
     else:
@@ -317,8 +271,8 @@ def test_a_signal_ends_a_wait_in_c() -> None:
 
 def _interrupted_at_the_lock(rank: int) -> bool:
     """While a thread of rank 0 waits for rank 1 in C, the main thread waits for the thread's lock."""
-    comm = _made("c")
-    x, ids, _ = _tokens(torch.Generator().manual_seed(3), 4, 128, torch.bfloat16)
+    comm = made_by("c")
+    x, ids, _ = tokens_of(torch.Generator().manual_seed(3), 4, 128, torch.bfloat16)
     for _ in range(2):
         comm.dispatch(x, ids)
     if rank == 0:
@@ -349,8 +303,8 @@ def test_a_signal_ends_the_wait_for_a_turn_in_c() -> None:
 
 
 def _closes_in_a_handler(rank: int) -> None:
-    comm = _made("c")
-    x, ids, _ = _tokens(torch.Generator().manual_seed(3), 4, 128, torch.bfloat16)
+    comm = made_by("c")
+    x, ids, _ = tokens_of(torch.Generator().manual_seed(3), 4, 128, torch.bfloat16)
     for _ in range(2):
         comm.dispatch(x, ids)
     if rank == 0:
@@ -372,8 +326,8 @@ def test_a_handler_may_close_during_a_wait_in_c() -> None:
 
 
 def _forked(rank: int, size: int) -> None:
-    comm = _made("c", Case(tokens=(4,), num_experts=4, hidden=128, topk=2, dtype=torch.bfloat16))
-    x, ids, _ = _tokens(torch.Generator().manual_seed(3), 4, 128, torch.bfloat16)
+    comm = made_by("c", Case(tokens=(4,), num_experts=4, hidden=128, topk=2, dtype=torch.bfloat16))
+    x, ids, _ = tokens_of(torch.Generator().manual_seed(3), 4, 128, torch.bfloat16)
     for _ in range(2):
         comm.dispatch(x, ids)
     child = os.fork()
@@ -395,8 +349,8 @@ def test_a_forked_child_may_not_call_c() -> None:
 
 def _logged(rank: int, size: int) -> None:
     """The calls that a failure writes, and their end."""
-    comm = _made("c", Case(tokens=(4,), num_experts=4, hidden=128, topk=2, dtype=torch.bfloat16))
-    x, ids, _ = _tokens(torch.Generator().manual_seed(3), 4, 128, torch.bfloat16)
+    comm = made_by("c", Case(tokens=(4,), num_experts=4, hidden=128, topk=2, dtype=torch.bfloat16))
+    x, ids, _ = tokens_of(torch.Generator().manual_seed(3), 4, 128, torch.bfloat16)
     for turn in range(1, 4):
         comm.dispatch(x, ids)
         calls, *call, began, ended = _C.kept_calls()[-1]

@@ -53,6 +53,8 @@ TIMEOUT_S = 20.0
 class Share(LowLatencyEngine):
     """The engine of one of `ranks` ranks, without group and boards. `StandIn` gives it the memory of all ranks."""
 
+    runs_in_c = False
+
     def __init__(self, rank: int, ranks: int, config: MoECommunicatorConfig, device: torch.device) -> None:
         assert config.max_tokens_per_rank is not None
         self.device, self.timeout_s = device, TIMEOUT_S

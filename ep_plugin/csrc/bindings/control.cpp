@@ -1,4 +1,6 @@
 // The host path: PyTorch's C functions, the form of a call's tensors, and operations that one call of C starts.
+#include <pybind11/functional.h>
+
 #include "bindings/bind.h"
 #include "control/inputs.h"
 #include "control/low_latency.h"
@@ -11,21 +13,95 @@ using control::CombinePlan;
 using control::DispatchPlan;
 using control::LowLatency;
 using control::Object;
+using control::Operation;
 
 PyObject* kept(const py::object& object) { return py::object(object).release().ptr(); }
 
-// A function of Python that runs an operation of `engine`, with exactly as many positional arguments as it takes.
-template <PyObject* (LowLatency::*operation)(control::Turn&, PyObject* const*), int num_args>
+// A function of Python for one of control's doors, with exactly as many positional arguments as it takes. It calls
+// `call` with the engine and the arguments as the door reads them.
+template <class Door, PyObject* (*call)(LowLatency&, const typename Door::Kind::Given&)>
 py::object function_of(const std::shared_ptr<LowLatency>& engine, const char* name) {
   using Held = std::shared_ptr<LowLatency>;
-  const auto function = +[](PyObject* self, PyObject* const* args, Py_ssize_t given) -> PyObject* {
-    if (given != num_args) return PyErr_Format(PyExc_TypeError, "expected %d arguments, got %zd", num_args, given);
-    return static_cast<Held*>(PyCapsule_GetPointer(self, nullptr))->get()->run(operation, args);
-  };
-  static PyMethodDef definition{name, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function)),
-                                METH_FASTCALL, nullptr};
+  static PyMethodDef definition{
+      name,
+      reinterpret_cast<PyCFunction>(
+          reinterpret_cast<void (*)()>(+[](PyObject* self, PyObject* const* args, Py_ssize_t given) -> PyObject* {
+            if (given != Door::num_args)
+              return PyErr_Format(PyExc_TypeError, "expected %zd arguments, got %zd", Door::num_args, given);
+            LowLatency& engine = **static_cast<Held*>(PyCapsule_GetPointer(self, nullptr));
+            typename Door::Kind::Given read{};
+            return Door::read(engine, args, read) ? call(engine, read) : control::left();
+          })),
+      METH_FASTCALL, nullptr};
   const py::capsule self(new Held(engine), [](void* held) { delete static_cast<Held*>(held); });
   return py::reinterpret_steal<py::object>(PyCFunction_New(&definition, self.ptr()));
+}
+
+template <class Kind>
+PyObject* run(LowLatency& engine, const typename Kind::Given& given) {
+  return engine.run<Kind>(given);
+}
+
+template <class Kind>
+PyObject* start(LowLatency& engine, const typename Kind::Given& given) {
+  std::shared_ptr<Operation> started;
+  if (!engine.start<Kind>(given, started)) return nullptr;
+  return started == nullptr ? Py_NewRef(Py_None) : py::cast(started).release().ptr();
+}
+
+template <class Door>
+void add_functions(py::dict& functions, const std::shared_ptr<LowLatency>& engine, const char* name,
+                   const char* start_name) {
+  functions[name] = function_of<Door, &run<typename Door::Kind>>(engine, name);
+  functions[start_name] = function_of<Door, &start<typename Door::Kind>>(engine, start_name);
+}
+
+py::dict functions_of(const std::shared_ptr<LowLatency>& engine) {
+  py::dict functions;
+  add_functions<control::CommunicatorDispatch>(functions, engine, "dispatch", "start_dispatch");
+  add_functions<control::CommunicatorCombine>(functions, engine, "combine", "start_combine");
+  add_functions<control::BufferDispatch>(functions, engine, "buffer_dispatch", "start_buffer_dispatch");
+  add_functions<control::BufferCombine>(functions, engine, "buffer_combine", "start_buffer_combine");
+  return functions;
+}
+
+// Returns the object, or raises Python's error.
+template <class Owned>
+py::object returned(Owned owned) {
+  PyObject* object = Object(std::move(owned)).release();
+  if (object == nullptr) throw py::error_already_set();
+  return py::reinterpret_steal<py::object>(object);
+}
+
+void bind_started_operation(py::module_& m) {
+  py::class_<Operation, std::shared_ptr<Operation>> started(m, "StartedOperation");
+  started.attr("capture") = 0;  // Python starts those in CUDA graphs
+  started.attr("result") = py::none();
+  started.def_readonly("kind", &Operation::kind)
+      .def_property_readonly(
+          "name", [](const Operation& operation) { return py::reinterpret_borrow<py::str>(operation.name()); })
+      .def_property_readonly("call", &Operation::logged)
+      .def_readwrite("number", &Operation::number)
+      .def_readwrite("is_dropped", &Operation::is_dropped)
+      .def_property_readonly("is_received", &Operation::is_received)
+      .def("receive", [](Operation& operation) { return returned(operation.receive()); })
+      .def("finish", [](Operation& operation) { return returned(operation.finish()); })
+      .def("results", [](const Operation& operation) { return returned(operation.results()); })
+      .def("tensors", [](const Operation& operation) { return returned(operation.tensors()); })
+      .def("made", [](const Operation& operation) { return returned(operation.made()); });
+}
+
+control::Settings settings_of(const py::tuple& settings) {
+  return {&PyTuple_GET_ITEM(settings.ptr(), 0), PyTuple_GET_SIZE(settings.ptr())};
+}
+
+control::Door door_of(bool is_for_buffer) {
+  return is_for_buffer ? control::Door::kBuffer : control::Door::kCommunicator;
+}
+
+LlPlanLayout layout_of(const LowLatency& engine, const LlHeader& header) {
+  if (engine.comm == nullptr) throw py::value_error("comm: expected set_comm() before");
+  return ll_plan_layout(engine.comm->num_ranks, engine.local_experts, header.max_tokens, header.topk);
 }
 
 py::object form_of(const py::args& tensors) {
@@ -54,16 +130,8 @@ void bind_low_latency_engine(py::module_& m) {
         engine->number = engine->serves = Object(py::str("").release().ptr());
         return engine;
       }))
-      .def_property_readonly("dispatch",
-                             [](const std::shared_ptr<LowLatency>& engine) {
-                               return function_of<&LowLatency::dispatch, 7>(engine, "dispatch");
-                             })
-      .def_property_readonly("combine",
-                             [](const std::shared_ptr<LowLatency>& engine) {
-                               return function_of<&LowLatency::combine, 4>(engine, "combine");
-                             })
+      .def("functions", &functions_of)
       .def("next_slot", &LowLatency::next_slot)
-      .def("forget", &LowLatency::forget)
       .def("set_comm",
            [](LowLatency& engine, const py::object& comm) {
              engine.comm = &comm.cast<const Comm&>();
@@ -74,26 +142,23 @@ void bind_low_latency_engine(py::module_& m) {
       .def("set_serves", [](LowLatency& engine, const py::str& name) { engine.serves = Object(kept(name)); })
       .def_readonly("num_calls", &LowLatency::num_calls)
       .def("remember_dispatch",
-           [](LowLatency& engine, const std::string& form, const py::object& capacity, const py::object& quantize,
-              const LlDispatchArgs& args, int64_t per_expert, int64_t columns, const std::string& dtype, int64_t scales,
-              const std::string& scale_dtype, int64_t plan_words, const py::object& rows_of) {
+           [](LowLatency& engine, bool is_for_buffer, const std::string& form, const py::tuple& settings,
+              const LlDispatchArgs& args, int64_t columns, const std::string& dtype, int64_t scales,
+              const std::string& scale_dtype, const py::object& rows_of) {
              const DispatchPlan plan{args,
-                                     per_expert,
+                                     layout_of(engine, args.op.header),
                                      columns,
                                      scales,
-                                     plan_words,
                                      control::dtype_number(dtype),
                                      control::dtype_number(scale_dtype),
                                      rows_of.is_none() ? Object() : Object(kept(rows_of))};
-             std::string key = form;
-             if (plan.dtype >= 0 && LowLatency::append_settings(key, capacity.ptr(), quantize.ptr()))
-               engine.remember(key, plan);
+             if (plan.dtype >= 0) engine.remember(form, door_of(is_for_buffer), settings_of(settings), plan);
            })
-      .def("remember_combine",
-           [](LowLatency& engine, const std::string& form, const LlCombineArgs& args, const std::string& dtype) {
-             const CombinePlan plan{args, control::dtype_number(dtype)};
-             if (plan.dtype >= 0) engine.remember(form, plan);
-           });
+      .def("remember_combine", [](LowLatency& engine, bool is_for_buffer, const std::string& form,
+                                  const py::tuple& settings, const LlCombineArgs& args, const std::string& dtype) {
+        const CombinePlan plan{args, layout_of(engine, args.op.header), control::dtype_number(dtype)};
+        if (plan.dtype >= 0) engine.remember(form, door_of(is_for_buffer), settings_of(settings), plan);
+      });
 }
 
 }  // namespace
@@ -113,7 +178,12 @@ void bind_control(py::module_& m) {
   });
   m.def("form_of", &form_of);
   py::class_<control::StreamOrder, std::shared_ptr<control::StreamOrder>>(m, "StreamOrder")
-      .def(py::init<int>())
+      .def(py::init([](int device) { return std::make_shared<control::StreamOrder>(device, control::cuda_calls()); }))
+      .def(py::init([](int device, std::function<uint64_t(uint64_t, int)> stream_capture,
+                       std::function<void(uint64_t, uint64_t, int)> order_streams) {
+        return std::make_shared<control::StreamOrder>(
+            device, control::CudaCalls{std::move(stream_capture), std::move(order_streams)});
+      }))
       .def("enter", &control::StreamOrder::enter, py::call_guard<py::gil_scoped_release>());
   py::class_<control::Call>(m, "Call")
       .def("end", [](const control::Call& call) { control::CallLog::end(call); })
@@ -137,11 +207,12 @@ void bind_control(py::module_& m) {
   m.def("forget_calls", &control::CallLog::forget);
   m.def("set_low_latency_objects",
         [](const py::object& output_type, const py::object& handle_type, const py::object& nothing,
-           const py::object& served, const py::object& served_kind, const py::object& sums,
+           const py::object& int64, const py::object& served, const py::object& served_kind, const py::object& sums,
            const py::object& current_device) {
-          LowLatency::objects = {kept(output_type), kept(handle_type), kept(nothing),       kept(served),
-                                 kept(served_kind), kept(sums),        kept(current_device)};
+          LowLatency::objects = {kept(output_type), kept(handle_type), kept(nothing), kept(int64),
+                                 kept(served),      kept(served_kind), kept(sums),    kept(current_device)};
         });
+  bind_started_operation(m);
   bind_low_latency_engine(m);
 }
 

@@ -69,9 +69,9 @@ CudaCalls& cuda_calls() {
 
 uint64_t StreamOrder::enter(uint64_t current) {
   const std::lock_guard<std::mutex> guard(mutex_);
-  const CudaCalls& cuda = cuda_calls();
-  if (has_last_ && last_ != current && cuda.stream_capture(current, device_) == cuda.stream_capture(last_, device_))
-    cuda.order_streams(current, last_, device_);
+  const bool is_after_another = has_last_ && last_ != current;
+  if (is_after_another && cuda_.stream_capture(current, device_) == cuda_.stream_capture(last_, device_))
+    cuda_.order_streams(current, last_, device_);
   last_ = current;
   has_last_ = true;
   return current;
@@ -86,6 +86,12 @@ Engine::Engine(PyObject* owner, PyObject* running, PyObject* device, std::shared
       running_(Object::borrowed(running)),
       device_(Object::borrowed(device)),
       log_(std::move(log)) {}
+
+bool Engine::check() const {
+  static PyObject* const check_name = interned("check");
+  const Object owner = object_of(owner_.get());
+  return is_quiet(board) || !owner || call(owner.get(), check_name);
+}
 
 bool Turn::enter() {
   static PyObject *const lock_name = interned("lock"), *const acquire = interned("acquire");
@@ -104,9 +110,9 @@ bool Turn::may_run() {
   return is(owner(), error_name, Py_None) && is(owner(), closed_name, Py_False) && is_quiet(engine_.board);
 }
 
-bool Turn::begin(PyObject* kind, int64_t nbytes) {
-  static PyObject *const used_name = interned("used_by_this_thread"), *const no_part = interned("");
-  if (!engine_.log_->begin(call_, kind, no_part, nbytes, nullptr)) return false;
+bool Turn::begin(PyObject* kind, PyObject* part, int64_t nbytes, const Call* continues) {
+  static PyObject* const used_name = interned("used_by_this_thread");
+  if (!engine_.log_->begin(call_, kind, part, nbytes, continues)) return false;
   const uint64_t thread = PyThreadState_GetID(PyThreadState_Get());
   if (engine_.thread_ != thread && !call(owner(), used_name)) return false;
   engine_.thread_ = thread;
@@ -119,11 +125,7 @@ bool Turn::begin(PyObject* kind, int64_t nbytes) {
   return is_running_;
 }
 
-bool Turn::ended(const std::string& problem) {
-  static PyObject* const check_name = interned("check");
-  if (!problem.empty()) PyErr_SetString(PyExc_RuntimeError, problem.c_str());
-  if (PyErr_Occurred()) return failed();  // also of a signal's handler, during a wait
-  if (!is_quiet(engine_.board) && !call(owner(), check_name)) return failed();
+bool Turn::ended() {
   CallLog::end(call_);
   return true;
 }
@@ -155,8 +157,7 @@ PyObject* Turn::leave(PyObject* result) {
   return PyErr_Occurred() ? nullptr : returned.release();
 }
 
-// A thread that came back while the interpreter ends would be ended in the middle of this code.
-void Turn::wait_if_finalizing() {
+void wait_if_finalizing() {
 #if PY_VERSION_HEX >= 0x030D0000
   const bool is_finalizing = Py_IsFinalizing();
 #else

@@ -1,6 +1,7 @@
 // One communicator, as the host path sees it, and a thread's turn on its device.
 #pragma once
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -11,10 +12,10 @@
 
 namespace ep::control {
 
-// What the host path calls of a build with CUDA; null in others. bindings/device.cpp sets them.
+// What the host path calls of a build with CUDA; empty in others. bindings/device.cpp sets them.
 struct CudaCalls {
-  uint64_t (*stream_capture)(uint64_t stream, int device);  // 0: no capture
-  void (*order_streams)(uint64_t later, uint64_t earlier, int device);
+  std::function<uint64_t(uint64_t stream, int device)> stream_capture;  // 0: no capture
+  std::function<void(uint64_t later, uint64_t earlier, int device)> order_streams;
 };
 CudaCalls& cuda_calls();
 
@@ -22,13 +23,15 @@ CudaCalls& cuda_calls();
 // calls. All communicators of a device that run on the caller's streams share it.
 class StreamOrder {
  public:
-  explicit StreamOrder(int device) : device_(device) {}
+  // cuda: cuda_calls(), or others for tests.
+  StreamOrder(int device, CudaCalls cuda) : device_(device), cuda_(std::move(cuda)) {}
   // Returns `current`, ordered after the stream of the operation before, if both are in one capture of a CUDA graph or
   // in none. Others cannot be ordered. CUDA may wait for its queue, so call it without the interpreter's lock.
   uint64_t enter(uint64_t current);
 
  private:
   const int device_;
+  const CudaCalls cuda_;
   std::mutex mutex_;
   uint64_t last_ = 0;
   bool has_last_ = false;
@@ -49,7 +52,10 @@ class Engine {
   const std::string name;
   const Address board;
   const int device_index;
-  int64_t num_calls = 0;  // operations that ran here, for tests
+  int64_t num_calls = 0;  // operations, or halves of them, that ran here, for tests
+
+  // Raises the communicator's error, if there is one. Returns false with Python's error set.
+  bool check() const;
 
  private:
   friend class Turn;
@@ -57,6 +63,26 @@ class Engine {
   const std::shared_ptr<CallLog> log_;
   uint64_t thread_ = 0;  // the last that ran an operation here, by a number that no other thread gets
 };
+
+// A thread that comes back while the interpreter ends waits for ever: Python would end it in the middle of this code.
+void wait_if_finalizing();
+
+// Runs `kernel` without the interpreter's lock. Returns false with Python's error set, also by the handler of a signal
+// during a wait.
+template <class Kernel>
+bool run_unlocked(const Kernel& kernel) {
+  std::string problem;
+  PyThreadState* const state = PyEval_SaveThread();
+  try {
+    kernel();
+  } catch (const std::exception& error) {
+    problem = error.what();
+  }
+  wait_if_finalizing();
+  PyEval_RestoreThread(state);
+  if (!problem.empty()) PyErr_SetString(PyExc_RuntimeError, problem.c_str());
+  return !PyErr_Occurred();
+}
 
 // A thread's turn: from the device's lock to its release, with all that BaseEngine.run does around an operation.
 //
@@ -69,31 +95,22 @@ class Turn {
 
   // Takes the lock. Returns false if Python must take the call, or with Python's error set. Call leave() in any case.
   bool enter();
-  // Counts and logs the operation, and marks it as running. `kind`: its name, a str. Returns false with Python's error
-  // set.
-  bool begin(PyObject* kind, int64_t nbytes);
-  // Runs `kernel` without the interpreter's lock. Returns false with Python's error set; peers then abort.
+  // Counts and logs the operation, and marks it as running. `kind`: its name, a str. part, continues: as in CallLog.
+  // Returns false with Python's error set.
+  bool begin(PyObject* kind, PyObject* part, int64_t nbytes, const Call* continues);
+  // Runs `kernel` as run_unlocked() does. Returns false with Python's error set; peers then abort.
   template <class Kernel>
   bool run(const Kernel& kernel) {
-    std::string problem;
-    PyThreadState* const state = PyEval_SaveThread();
-    try {
-      kernel();
-    } catch (const std::exception& error) {
-      problem = error.what();
-    }
-    wait_if_finalizing();
-    PyEval_RestoreThread(state);
-    return ended(problem);
+    return run_unlocked(kernel) && engine_.check() ? ended() : failed();
   }
   // Gives the lock back, and returns `result`. Null with Python's error set if that fails, or if `result` is null.
   PyObject* leave(PyObject* result);
   PyObject* owner() const { return owner_.get(); }
+  const Call& logged() const { return call_; }
 
  private:
-  static void wait_if_finalizing();
   bool may_run();
-  bool ended(const std::string& problem);
+  bool ended();
   bool failed();
 
   Engine& engine_;
@@ -101,5 +118,18 @@ class Turn {
   Call call_{};
   bool is_running_ = false;
 };
+
+// Returns operation(turn), which runs in a turn of the calling thread. Null with Python's error set.
+template <class Function>
+PyObject* in_turn(Engine& engine, const Function& operation) {
+  Turn turn(engine);
+  PyObject* result = nullptr;
+  try {
+    result = operation(turn);
+  } catch (const std::exception& error) {  // there is no more memory
+    PyErr_SetString(PyExc_MemoryError, error.what());
+  }
+  return turn.leave(result);
+}
 
 }  // namespace ep::control

@@ -24,21 +24,21 @@ bool ask(PyObject* object, PyObject* method, int64_t* value) {
   return !PyErr_Occurred();
 }
 
-// Whether the storage of `object` holds all elements of `tensor`, which has at least one. A storage that was freed or
-// resized may not.
-bool holds_all(PyObject* object, const DLTensor& tensor) {
+}  // namespace
+
+// Whether the storage of `object` holds all elements of the last tensor, which has at least one. A storage that was
+// freed or resized may not.
+bool Inputs::holds_all(PyObject* object) {
   static PyObject *const storage_name = interned("untyped_storage"), *const nbytes_name = interned("nbytes"),
                          *const address_name = interned("data_ptr");
-  int64_t last = 0, address = 0, nbytes = 0;
-  for (int i = 0; i < tensor.num_dims; ++i) last += (tensor.shape[i] - 1) * tensor.strides[i];
+  int64_t last = 0, address = 0;
+  for (int i = 0; i < last_.num_dims; ++i) last += (last_.shape[i] - 1) * last_.strides[i];
   const Object storage = call(object, storage_name);
-  if (!storage || !ask(storage.get(), address_name, &address) || !ask(storage.get(), nbytes_name, &nbytes))
+  if (!storage || !ask(storage.get(), address_name, &address) || !ask(storage.get(), nbytes_name, &storage_bytes_))
     return false;
-  const int64_t begin = static_cast<int64_t>(address_of(tensor)) - address;
-  return begin + (last + 1) * tensor.type_bits / 8 <= nbytes;
+  begin_ = static_cast<int64_t>(address_of(last_)) - address;
+  return begin_ + (last + 1) * last_.type_bits / 8 <= storage_bytes_;
 }
-
-}  // namespace
 
 bool Inputs::read(PyObject* object) {
   static PyObject *const is_neg_name = interned("is_neg"), *const dtype_name = interned("dtype"),
@@ -55,7 +55,7 @@ bool Inputs::read(PyObject* object) {
   if (call(object, is_neg_name).get() != Py_False) return false;
   bool is_empty = false;
   for (int i = 0; i < last_.num_dims; ++i) is_empty |= last_.shape[i] == 0;
-  if (!is_empty && (last_.data == nullptr || !holds_all(object, last_))) return false;
+  if (!is_empty && (last_.data == nullptr || !holds_all(object))) return false;
   if (torch_functions().aoti_torch_grad_mode_is_enabled())
     needs_grad_ |= Object(PyObject_GetAttr(object, grad_name)).get() != Py_False;
   const Object dtype(PyObject_GetAttr(object, dtype_name));  // lives as long as PyTorch

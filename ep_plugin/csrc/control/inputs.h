@@ -22,10 +22,16 @@ class Inputs {
   const std::string& form() const { return form_; }
   // The tensor read last. Its sizes are PyTorch's own, and hold until the tensor changes. All 0 for None.
   const DLTensor& last() const { return last_; }
+  // Where that tensor begins in its storage, and the size of the storage, in bytes. It must have an element.
+  int64_t begin() const { return begin_; }
+  int64_t storage_bytes() const { return storage_bytes_; }
 
  private:
+  bool holds_all(PyObject* object);
+
   std::string form_;
   DLTensor last_;
+  int64_t begin_ = 0, storage_bytes_ = 0;
   bool needs_grad_ = false;
 };
 

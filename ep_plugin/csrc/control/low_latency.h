@@ -1,62 +1,80 @@
-// Low-latency dispatch and combine, each by one call of C: the whole of an operation, without gradients.
+// The engine of low-latency dispatch and combine, and the functions by which Python calls it: each runs an operation,
+// or its send half, by one call of C, without gradients.
 #pragma once
 #include <memory>
+#include <string>
+#include <type_traits>
 #include <unordered_map>
+#include <utility>
 
-#include "common/low_latency_args.h"
 #include "control/engine.h"
+#include "control/operation.h"
 
 namespace ep::control {
-
-enum LowLatencyKind { kDispatch = 0, kCombine = 1 };
-
-// What all calls of one form and settings share.
-struct DispatchPlan {
-  LlDispatchArgs args;
-  int64_t per_expert;  // rows of an expert's block
-  int64_t columns;     // elements of an output row
-  int64_t scales;      // columns of the scales; 0: the rows have none
-  int64_t plan_words;
-  int32_t dtype, scale_dtype;  // as PyTorch numbers them
-  Object rows_of;              // for rows that the owner's `rows_of` makes: its arguments, a tuple
-};
-struct CombinePlan {
-  LlCombineArgs args;
-  int32_t dtype;
-};
 
 // Objects of Python that live as long as the process.
 struct LowLatencyObjects {
   PyObject *output_type, *handle_type;  // DispatchOutput, DispatchHandle
   PyObject* nothing;                    // in the place of the tensors that low latency's handles do not need
+  PyObject* int64;                      // torch's dtype
   PyObject *served, *served_kind;       // counts.served and its argument
   PyObject* sums;                       // statistics.Sums
   PyObject* current_device;             // returns the number of the current GPU
 };
 
-class LowLatency : public Engine {
+// Leaves a call to Python and returns None; null if there is an error to raise, such as that of a signal's handler.
+PyObject* left();
+
+class LowLatency : public Engine, public std::enable_shared_from_this<LowLatency> {
  public:
   using Engine::Engine;
 
-  // Each operation returns the result of MoECommunicator's method, with the same arguments in the same order; None if
-  // Python must take the call; null with Python's error set.
-  PyObject* dispatch(Turn& turn, PyObject* const* args);
-  PyObject* combine(Turn& turn, PyObject* const* args);
-  // Runs an operation in a turn of the calling thread.
-  PyObject* run(PyObject* (LowLatency::*operation)(Turn&, PyObject* const*), PyObject* const* args);
+  // Runs an operation like an earlier one, a Dispatch or Combine. Returns what given.door returns; None if Python must
+  // take the call; null with Python's error set.
+  template <class Kind>
+  PyObject* run(const typename Kind::Given& given) {
+    return in_turn(*this, [&](Turn& turn) -> PyObject* {
+      const auto operation = prepared<Kind>(given, turn, true);
+      if (operation == nullptr) return left();
+      return operation->launch(turn, kWhole) ? operation->made().release() : nullptr;
+    });
+  }
+
+  // Runs its send half and sets `started`, which stays null if Python must take the call. Returns false with Python's
+  // error set.
+  template <class Kind>
+  bool start(const typename Kind::Given& given, std::shared_ptr<Operation>& started) {
+    const Object done(in_turn(*this, [&](Turn& turn) -> PyObject* {
+      const auto operation = prepared<Kind>(given, turn, false);
+      if (operation == nullptr) return left();
+      if (!operation->launch(turn, kLlSend)) return nullptr;
+      started = operation;
+      return Py_NewRef(Py_None);
+    }));
+    return static_cast<bool>(done);
+  }
 
   // Returns the entry of the epochs that the next operation of a kind uses.
   int32_t next_slot(int kind, bool is_captured) { return static_cast<int32_t>(++issued_[kind] % 2) + 2 * is_captured; }
+  // Sets the caller's stream. Returns false if the device is not the current one, or captures a CUDA graph.
+  bool find_stream(uint64_t* stream) const;
+  // Counts an operation for `serves`. Returns false with Python's error set.
+  bool count_served() const;
 
-  // Python bounds their number: it forgets all when it has too many.
-  void remember(const std::string& key, const DispatchPlan& plan) { dispatches_[key] = plan; }
-  void remember(const std::string& key, const CombinePlan& plan) { combines_[key] = plan; }
-  void forget() {
-    dispatches_.clear();
-    combines_.clear();
+  template <class Plan>
+  void remember(std::string form, Door door, const Settings& settings, const Plan& plan) {
+    auto& plans = plans_of<Plan>();
+    if (!append_key(form, door, settings)) return;
+    if (plans.size() >= kMostPlans) plans.clear();
+    plans[form] = plan;
   }
-  // Appends a dispatch's settings to the form of its tensors. Returns false for settings that Python must check.
-  static bool append_settings(std::string& form, PyObject* capacity, PyObject* quantize);
+  // Returns the plan of calls of one key, or null. It holds until the next remember().
+  template <class Plan>
+  const Plan* find(std::string form, Door door, const Settings& settings) {
+    if (!append_key(form, door, settings)) return nullptr;
+    const auto found = plans_of<Plan>().find(form);
+    return found == plans_of<Plan>().end() ? nullptr : &found->second;
+  }
 
   void (*run_dispatch)(const LlDispatchArgs&) = nullptr;
   void (*run_combine)(const LlCombineArgs&) = nullptr;
@@ -69,13 +87,51 @@ class LowLatency : public Engine {
   static LowLatencyObjects objects;
 
  private:
-  bool may_run(LlOperation& op, int kind) const;
-  void order_stream(LlOperation& op);
-  bool start(Turn& turn, LlOperation& op, int kind, int64_t nbytes);
+  static constexpr size_t kMostPlans = 512;
+
+  // Takes the turn and fills an operation. Null, perhaps with Python's error set, if Python must take the call.
+  template <class Kind>
+  std::shared_ptr<Kind> prepared(const typename Kind::Given& given, Turn& turn, bool is_whole) {
+    auto operation = std::make_shared<Kind>(shared_from_this(), given);
+    if (is_watched() || !turn.enter() || !may_run(operation->kind, is_whole)) return nullptr;
+    return operation->prepare(given, turn) ? operation : nullptr;
+  }
+  bool may_run(int kind, bool is_whole) const;
+
+  template <class Plan>
+  std::unordered_map<std::string, Plan>& plans_of() {
+    if constexpr (std::is_same_v<Plan, DispatchPlan>)
+      return dispatches_;
+    else
+      return combines_;
+  }
 
   int64_t issued_[2] = {};  // operations of each kind
   std::unordered_map<std::string, DispatchPlan> dispatches_;
   std::unordered_map<std::string, CombinePlan> combines_;
+};
+
+// The functions of Python: their number of arguments, and how these are read. read() returns false for a call that
+// Python must take.
+struct CommunicatorDispatch {  // as MoECommunicator.dispatch
+  using Kind = Dispatch;
+  static constexpr Py_ssize_t num_args = 7;
+  static bool read(const LowLatency& engine, PyObject* const* args, Dispatch::Given& given);
+};
+struct CommunicatorCombine {  // as MoECommunicator.combine
+  using Kind = Combine;
+  static constexpr Py_ssize_t num_args = 4;
+  static bool read(const LowLatency& engine, PyObject* const* args, Combine::Given& given);
+};
+struct BufferDispatch {  // x, ids, cumulative, wait_cost, T_max, E, use_fp8, round_scale, use_ue8m0
+  using Kind = Dispatch;
+  static constexpr Py_ssize_t num_args = 9;
+  static bool read(const LowLatency& engine, PyObject* const* args, Dispatch::Given& given);
+};
+struct BufferCombine {  // y, weights, ids, src_info, layout_range, out, wait_cost, T_max, H, E, use_logfmt
+  using Kind = Combine;
+  static constexpr Py_ssize_t num_args = 11;
+  static bool read(const LowLatency& engine, PyObject* const* args, Combine::Given& given);
 };
 
 }  // namespace ep::control

@@ -7,6 +7,7 @@ Shapes: T tokens, H hidden size, K experts per token, R ranks, E_l local experts
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -113,7 +114,12 @@ class LowLatencyCombine(LowLatencyOperation):
 
     def remember(self) -> None:
         if self._out is None and not self._logfmt and self._wait_cost is None:
-            self._engine.control.remember_combine(self._form, self._known[0], named(self.rows.dtype))
+            self.remember_for(False, self._form, ())
+
+    def remember_for(self, is_for_buffer: bool, form: bytes | None, settings: tuple[Hashable, ...]) -> None:
+        assert form is not None
+        args, dtype = self._known[0], named(self.rows.dtype)
+        self._engine.control.remember_combine(is_for_buffer, form, settings, args, dtype)
 
     def fill(self, args: Any, known: Any) -> None:
         self._sums = self.rows.new_empty(known[1]) if self._out is None else self._out

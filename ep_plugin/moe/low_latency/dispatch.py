@@ -7,7 +7,7 @@ scales of a row.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -111,10 +111,13 @@ class LowLatencyDispatch(LowLatencyOperation):
         return args, self._per_expert, engine.plan_words(T, K, self._per_expert)
 
     def remember(self) -> None:
-        if self._cumulative is not None or self._wait_cost is not None:
-            return
-        engine, x, (*_, capacity, quantize) = self._engine, self.rows, self._given
-        args, per_expert, plan_words = self._known
+        if self._cumulative is None and self._wait_cost is None:
+            self.remember_for(False, self._form, self._given[-2:])
+
+    def remember_for(self, is_for_buffer: bool, form: bytes | None, settings: tuple[Hashable, ...]) -> None:
+        engine, x, quantize = self._engine, self.rows, self._given[-1]
+        assert form is not None
+        args, per_expert, _ = self._known
         dtype, scales, scale_dtype = QUANTIZED.get(quantize, x.dtype), 0, torch.float32
         if quantize is not None:
             scales = int(num_scales(x.shape[1]))
@@ -122,8 +125,8 @@ class LowLatencyDispatch(LowLatencyOperation):
                 scales, scale_dtype = -(-scales // _EXPONENTS), torch.int32
         shape = engine.local_experts, per_expert, x.shape[1]
         rows_of = (shape, dtype) if engine.reuses_rows(math.prod(shape) * dtype.itemsize) else None
-        sizes = per_expert, x.shape[1], named(dtype), scales, named(scale_dtype), plan_words
-        engine.control.remember_dispatch(self._form, capacity, quantize, args, *sizes, rows_of)
+        sizes = x.shape[1], named(dtype), scales, named(scale_dtype)
+        engine.control.remember_dispatch(is_for_buffer, form, settings, args, *sizes, rows_of)
 
     def fill(self, args: Any, known: Any) -> None:
         engine, x, ids, (_, per_expert, plan_words) = self._engine, self.rows, self._ids, known

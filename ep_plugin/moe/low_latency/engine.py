@@ -6,11 +6,12 @@ Shapes: R ranks, T_max tokens of a rank at most, E_l local experts, K experts pe
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import sys
 from collections import deque
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -34,6 +35,29 @@ from ep_plugin.transport.topology import NodeMap
 
 _FIELD_NAMES = {"topk": "top-k", "max_tokens": "most tokens of a rank", "num_tokens": "number of tokens"}
 _LARGE_BYTES = 2**20
+
+
+def _leave(*given: Any) -> None:
+    """Takes the place of a function of C."""
+
+
+class InC(NamedTuple):
+    """Functions of C that run operations like earlier ones. Each returns None for a call that Python must take.
+
+    The first four take the arguments of MoECommunicator's methods. The others take those of deep_ep.Buffer's calls:
+    x, topk_idx, cumulative_local_expert_recv_stats, dispatch_wait_recv_cost_stats, T_max, E, use_fp8, round_scale,
+    use_ue8m0; and x, topk_weights, topk_idx, src_info, layout_range, out, combine_wait_recv_cost_stats, T_max, H, E,
+    use_logfmt. Functions that start an operation return it as a _C.StartedOperation.
+    """
+
+    dispatch: Callable[..., Any] = _leave
+    combine: Callable[..., Any] = _leave
+    start_dispatch: Callable[..., Any] = _leave
+    start_combine: Callable[..., Any] = _leave
+    buffer_dispatch: Callable[..., Any] = _leave
+    buffer_combine: Callable[..., Any] = _leave
+    start_buffer_dispatch: Callable[..., Any] = _leave
+    start_buffer_combine: Callable[..., Any] = _leave
 
 
 class LowLatencyEngine(GroupEngine):
@@ -125,11 +149,17 @@ class LowLatencyEngine(GroupEngine):
             self._outputs.append(storage)
         return torch.empty(0, dtype=dtype, device="cpu").set_(storage, 0, shape, (shape[1] * shape[2], shape[2], 1))
 
+    @functools.cached_property
     def runs_in_c(self) -> bool:
         """Whether C runs operations like earlier ones. It opens no ranges, and checks no ids on GPUs."""
         on_cpu = self.device.type == "cpu"
         control = env.settings().control or ("c" if on_cpu else "python")
         return control == "c" and self._range is None and (on_cpu or not env.check_ids())
+
+    @functools.cached_property
+    def in_c(self) -> InC:
+        """The functions of C that run operations like earlier ones. Without C they leave every call."""
+        return InC(**self.control.functions()) if self.runs_in_c else InC()
 
     def reuses_rows(self, nbytes: int) -> bool:
         """Whether `rows_of` reuses the memory of outputs of this size."""
@@ -216,6 +246,7 @@ _C.set_low_latency_objects(
     DispatchOutput,
     DispatchHandle,
     NOTHING,
+    torch.int64,
     counts.served,
     counts.DISPATCHES,
     Sums,

@@ -11,8 +11,8 @@ import itertools
 import weakref
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Hashable
-from typing import Any, ClassVar
+from collections.abc import Callable, Hashable
+from typing import Any, ClassVar, TypeAlias, TypeVar
 
 import torch
 
@@ -24,6 +24,7 @@ from ep_plugin.moe.low_latency.engine import LowLatencyEngine
 from ep_plugin.runtime.streams import caller_stream, record_stream
 from ep_plugin.runtime.tensors import call_of
 
+T = TypeVar("T")
 SEND, RECEIVE = int(_C.LlPhase.SEND), int(_C.LlPhase.RECEIVE)
 
 
@@ -36,6 +37,8 @@ class LowLatencyOperation(Operation):
     _call: Hashable = None  # the key by which the engine finds calls like this one, see `call_of`
     _form: bytes | None = None
     _known: Any = None  # the result of `describe` for one of these calls
+    buffer_call: tuple[bytes | None, tuple[Hashable, ...]] | None = None
+    """The form and the settings of a call of deep_ep.Buffer that C does not know. Buffer sets them."""
 
     @abstractmethod
     def describe(self) -> tuple[Any, ...]:
@@ -44,7 +47,11 @@ class LowLatencyOperation(Operation):
 
     @abstractmethod
     def remember(self) -> None:
-        """Passes the result of `describe` to C, which then runs calls like this one."""
+        """Calls `remember_for` for the communicator's own call, unless that has no such arguments."""
+
+    @abstractmethod
+    def remember_for(self, is_for_buffer: bool, form: bytes | None, settings: tuple[Hashable, ...]) -> None:
+        """Passes the result of `describe` to C, which then runs calls of this form and these settings."""
 
     @abstractmethod
     def fill(self, args: Any, known: Any) -> None:
@@ -60,10 +67,12 @@ class LowLatencyOperation(Operation):
         engine.ensure_memory()
         if self._known is None:
             self._known = self.describe()
-            if engine.known.remember(self._call, self._known):
-                engine.control.forget()
-            if self._call is not None:
+            engine.known.remember(self._call, self._known)
+        if self._call is not None and engine.runs_in_c:  # C forgets calls, too
+            if self.buffer_call is None:
                 self.remember()
+            else:
+                self.remember_for(True, *self.buffer_call)
         args = self._args = self._known[0].copy()
         self.fill(args, self._known)
         op = args.op
@@ -108,6 +117,9 @@ class LowLatencyOperation(Operation):
         """Returns the operator's results. They exist from `start` on, and have their values after the receive half."""
 
 
+Started: TypeAlias = "LowLatencyOperation | _C.StartedOperation"
+
+
 class LowLatencyInFlight:
     """The un-received operations of one communicator."""
 
@@ -115,9 +127,9 @@ class LowLatencyInFlight:
         self._engine = engine
         self.serves = ""
         self._numbers = itertools.count(1)
-        self._by_number: weakref.WeakValueDictionary[int, LowLatencyOperation] = weakref.WeakValueDictionary()
+        self._by_number: weakref.WeakValueDictionary[int, Started] = weakref.WeakValueDictionary()
         # The latest two operations of each kind, the older one first; None: it is received.
-        self._latest: tuple[deque[LowLatencyOperation | None], ...] = (deque(maxlen=2), deque(maxlen=2))
+        self._latest: tuple[deque[Started | None], ...] = (deque(maxlen=2), deque(maxlen=2))
 
     @property
     def serves(self) -> str:
@@ -147,10 +159,32 @@ class LowLatencyInFlight:
             engine.run(operation.name, lambda _: operation.start(), nbytes=operation.rows.nbytes, part=SEND_PART)
             operation.call = engine.last_call
             operation.capture = engine.streams.capturing()
-            operation.number = next(self._numbers)
-            self._by_number[operation.number] = operation
-            self._append(operation.kind, operation)
+            self._add(operation)
             return operation
+
+    def start_in_c(self, kind: int, start: Callable[..., Any], *given: Any) -> _C.StartedOperation | None:
+        """Starts an operation like an earlier one by `start`, a function of C. None: Python must start it."""
+        with self._engine.lock:
+            latest = self._latest[kind]
+            if len(latest) == 2 and latest[0] is not None:
+                return None
+            operation: _C.StartedOperation | None = start(*given)
+            if operation is not None:
+                self._add(operation)
+            return operation
+
+    def receive(self, operation: _C.StartedOperation, otherwise: Callable[[], T]) -> T:
+        """Receives an operation of `start_in_c` by C, and returns what C has made. `otherwise`: the way by Python."""
+        with self._engine.lock:
+            if operation in self._latest[operation.kind]:
+                try:
+                    made: T | None = operation.receive()
+                finally:
+                    if operation.is_received:
+                        self._forget(operation)
+                if made is not None:
+                    return made
+        return otherwise()
 
     def collect(self, number: int) -> Tensors:
         """Receives a started operation, and returns its results."""
@@ -171,9 +205,10 @@ class LowLatencyInFlight:
                     "wait(): expected an un-received operation, got one whose receiving has failed before"
                 )
             self._forget(operation)
-            nbytes = operation.rows.nbytes
-            result = engine.run(
-                operation.name, lambda _: operation.finish(), nbytes=nbytes, part=RECEIVE_PART, continues=operation.call
+            call = operation.call
+            assert call is not None
+            result: Tensors = engine.run(
+                operation.name, lambda _: operation.finish(), nbytes=call.nbytes, part=RECEIVE_PART, continues=call
             )
             if engine.device.type == "cuda":  # it may have been started on another stream
                 record_stream(caller_stream(engine.device), (operation.tensors(), result))
@@ -201,12 +236,17 @@ class LowLatencyInFlight:
                 f"two may be un-received, got a new one with {un_received} un-received"
             )
 
-    def _forget(self, operation: LowLatencyOperation) -> None:
+    def _add(self, operation: Started) -> None:
+        operation.number = next(self._numbers)
+        self._by_number[operation.number] = operation
+        self._append(operation.kind, operation)
+
+    def _forget(self, operation: Started) -> None:
         latest = self._latest[operation.kind]
         latest[latest.index(operation)] = None
         self._append(operation.kind)
 
-    def _append(self, kind: int, *newest: LowLatencyOperation | None) -> None:
+    def _append(self, kind: int, *newest: Started | None) -> None:
         latest = self._latest[kind]
         latest.extend(newest)
         self._engine.control.set_busy(kind, any(one is not None for one in latest))  # then Python runs the next
