@@ -67,6 +67,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_a_result_names_what_it_belongs_to(written: Path) -> None:
     result = json.loads(written.read_text())
     about = ["suite", "hardware", "versions", "code_hash", "commit", "command"]

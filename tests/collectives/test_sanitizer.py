@@ -14,6 +14,7 @@ COMPILER = os.environ.get("CXX", "g++")
 
 
 @pytest.mark.skipif(shutil.which(COMPILER) is None, reason=f"{COMPILER} is not installed")
+@pytest.mark.slow
 def test_empty_shards_are_neither_copied_nor_filled(tmp_path: Path) -> None:
     sources = [*(CSRC / "cpu/collectives").glob("*.cpp"), *(CSRC / "cpu/core").glob("*.cpp")]
     program = tmp_path / "empty_shards"

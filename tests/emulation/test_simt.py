@@ -161,6 +161,7 @@ def test_deep_eps_interface() -> None:
     _on_ranks(3, _deep_ep)
 
 
+@pytest.mark.slow
 def test_pools_that_must_grow_for_one_rank() -> None:
     _on_ranks(2, early.grows_unevenly)
 

@@ -53,6 +53,7 @@ def _sbatch(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
 
 
+@pytest.mark.slow
 def test_slurm_starts_one_job_on_all_nodes(tmp_path: Path) -> None:
     done = _sbatch(tmp_path)
     assert done.returncode == 0, done.stderr
@@ -60,6 +61,7 @@ def test_slurm_starts_one_job_on_all_nodes(tmp_path: Path) -> None:
     assert said == [f"rank {rank} of 4: True" for rank in range(4)]
 
 
+@pytest.mark.slow
 def test_slurm_ends_with_the_status_of_a_node_that_failed(tmp_path: Path) -> None:
     assert _sbatch(tmp_path, "fail").returncode != 0
 

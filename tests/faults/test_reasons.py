@@ -211,6 +211,7 @@ def _leaves(rank: int, kind: str, how: str) -> None:
 @pytest.mark.parametrize("how", ["block", "abort"])
 @pytest.mark.parametrize("kind", OPEN)
 @pytest.mark.parametrize(("size", "per_node"), [(2, "1"), (3, "1"), (4, "2")])
+@pytest.mark.slow
 def test_a_rank_that_fails_and_closes_is_named_with_its_reason_on_other_nodes(
     size: int, per_node: str, kind: str, how: str
 ) -> None:

@@ -38,6 +38,7 @@ def stand_in_for_torch(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_without_the_variable_hardly_anything_is_loaded() -> None:
     code = "import sys, torch; print(sorted(name for name in sys.modules if name.startswith('ep_plugin')))"
     loaded = ["ep_plugin", "ep_plugin.env", "ep_plugin.integrations", "ep_plugin.integrations.autoload"]

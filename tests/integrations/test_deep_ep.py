@@ -414,6 +414,7 @@ def test_configs_hints_and_sms(monkeypatch: pytest.MonkeyPatch) -> None:
         deep_ep.Config(0)
 
 
+@pytest.mark.slow
 def test_it_is_found_under_deep_eps_name(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(

@@ -70,6 +70,7 @@ def results() -> Callable[[], list[dict[str, Any]]]:
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.slow
 def test_matches_alltoall(results, name: str) -> None:
     for rank, found in enumerate(results()):
         difference = found[name]["difference"]

@@ -103,6 +103,7 @@ def run_world(checkpoints: Path) -> Callable[[int], list[dict[str, dict]]]:
 
 
 @pytest.mark.parametrize(("world", "name"), NAMED)
+@pytest.mark.slow
 def test_matches_the_built_in_exchange(run_world, world: int, name: str) -> None:
     for rank, results in enumerate(run_world(world)):
         _check_difference(CASES[world][name], rank, results[name]["difference"])

@@ -196,6 +196,7 @@ def _keeps_nothing(rank: int, size: int) -> None:
     comm.close()
 
 
+@pytest.mark.slow
 def test_c_keeps_nothing() -> None:
     on_ranks(1, _keeps_nothing)
 

@@ -367,6 +367,7 @@ def test_a_long_subject_does_not_multiply_the_table() -> None:
 # -- processes of their own --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_alone_it_names_versions_build_and_integrations() -> None:
     _, found, _ = doctor(EP_PLUGIN="deep_ep,fsdp2")
     problems(found)
@@ -394,6 +395,7 @@ def test_a_switch_that_cannot_work(environment: dict[str, str], level: str, says
     assert exit_status == 1 or level == WARNING
 
 
+@pytest.mark.slow
 def test_a_framework_that_fails_when_it_is_imported(tmp_path: Path) -> None:
     package = tmp_path / "transformers"
     package.mkdir()
@@ -404,6 +406,7 @@ def test_a_framework_that_fails_when_it_is_imported(tmp_path: Path) -> None:
     assert "expected transformers 5.23 or newer, got 4.1" in finding.what
 
 
+@pytest.mark.slow
 def test_a_framework_that_is_left_to_itself_stops_no_job(tmp_path: Path) -> None:
     package = tmp_path / "transformers"
     package.mkdir()
@@ -437,6 +440,7 @@ def test_a_torch_that_cannot_be_imported(rank: str | None, tmp_path: Path) -> No
         assert exit_status == 0 and f"ep-doctor: torch: {says}; to do: " in printed
 
 
+@pytest.mark.slow
 def test_a_limit_on_the_size_of_files() -> None:
     size = 32 << 20
     done = subprocess.run(
@@ -479,6 +483,7 @@ def test_a_store_that_nobody_serves_is_named() -> None:
 
 
 @pytest.mark.parametrize("port", ["99999999", "0", "tcp"])
+@pytest.mark.slow
 def test_a_port_that_is_none_is_named(port: str) -> None:
     exit_status, found, _ = doctor(RANK="0", WORLD_SIZE="2", MASTER_PORT=port)
     (finding,) = [finding for finding in problems(found) if finding.subject == "ranks"]

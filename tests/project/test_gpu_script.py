@@ -168,6 +168,7 @@ def test_of_a_group(number):
 """
 
 
+@pytest.mark.slow
 def test_tests_of_a_group_run_in_one_worker(tmp_path: Path) -> None:
     """As gpu.sh asks: those that share ranks, or want the device for themselves."""
     (tmp_path / "test_grouped.py").write_text(GROUPED)

@@ -218,6 +218,7 @@ def test_sanitizers_watch_ranks_of_one_and_of_two_nodes(gpu: Path, monkeypatch: 
     ]
 
 
+@pytest.mark.slow
 def test_what_a_sanitizer_finds_ends_the_run(gpu: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = _sanitizer(gpu.parent, monkeypatch, 'case "$*" in *" 1 2 "*) exit 9;; esac')
     with pytest.raises(subprocess.CalledProcessError, match="exit status 9"):

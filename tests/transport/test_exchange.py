@@ -382,6 +382,7 @@ def _one_misses(rank: int, size: int, missing: int) -> None:
 
 
 @pytest.mark.parametrize(("size", "missing"), [(2, 0), (2, 1), (3, 0), (3, 2)])
+@pytest.mark.slow
 def test_a_retry_works_after_one_rank_has_missed_constructions(size, missing):
     run(size, _one_misses, missing)
 
