@@ -121,7 +121,7 @@ class MessageEngine(GroupEngine):
         """Returns the object in the tags of this one, the same on all ranks. No message of another can meet them.
 
         Each rank sends the numbers that it knows to be in use: those of open objects, and of closed ones whose messages
-        were not all received.
+        were not all received. So the exchange grows with the ranks times these objects, not with those closed in order.
         """
         known = _used_in_tags.setdefault(self._group, set())
         used = {number for one in self.exchange.all_gather("choose tags", sorted(known)) for number in one}
@@ -131,7 +131,7 @@ class MessageEngine(GroupEngine):
         if found is None:
             raise NotSupported(
                 f"{self.name}: expected fewer than {_OBJECTS} SendReceive objects of the group to be open, or to have "
-                "been closed before their messages were received; make another group"
+                f"been closed before their messages were received, got {len(used)}; make another group"
             )
         known.add(found)
         return found
