@@ -133,8 +133,7 @@ class LowLatencyCalls(LowLatencyMemory):
         max_tokens, num_experts, use_fp8, round_scale, use_ue8m0 = settings
         form = _C.form_of(x, topk_idx, None, None, cumulative, wait_cost)
         call = call_of(form, "dispatch", *settings)
-        is_new = not self._known.find(call)
-        if is_new:
+        if not self._known.find(call):
             arguments.check_max_tokens(max_tokens)
             arguments.check_experts(num_experts, self.group_size)
             arguments.check_low_latency_dispatch(x, topk_idx, max_tokens, num_experts, use_fp8)
@@ -152,7 +151,7 @@ class LowLatencyCalls(LowLatencyMemory):
             operation: Any = comm.new_dispatch(
                 x, ids, None, None, rows, quantize, [], comm.number, cumulative=cumulative, wait_cost=wait_cost
             )
-            if is_new and ids is topk_idx:
+            if ids is topk_idx:
                 operation.buffer_call = form, settings
             return operation
 
@@ -223,8 +222,7 @@ class LowLatencyCalls(LowLatencyMemory):
         handle = src_info, layout_range, max_tokens, hidden, num_experts
         form = _C.form_of(x, topk_weights, None, *given[2:])
         call = call_of(form, "combine", *settings, zero_copy)
-        is_new = not self._known.find(call)
-        if is_new:
+        if not self._known.find(call):
             handles.check_low_latency(handle, self.group_size)
             arguments.check_low_latency_combine(x, topk_idx, topk_weights, out, handle, use_logfmt)
             self._check_stats(num_experts, combine_wait_recv_cost_stats=wait_cost)
@@ -237,7 +235,7 @@ class LowLatencyCalls(LowLatencyMemory):
             weights, ids = topk_weights.contiguous(), topk_idx.contiguous()
             sent = rows, weights, None, None, False, (ids, plan), comm.number
             operation: Any = comm.new_combine(*sent, out=out, logfmt=use_logfmt, wait_cost=wait_cost)
-            if is_new and ids is topk_idx and weights is topk_weights and rows is x:
+            if ids is topk_idx and weights is topk_weights and rows is x:
                 operation.buffer_call = form, settings
             return operation
 
