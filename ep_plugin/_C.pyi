@@ -665,7 +665,7 @@ class StartedOperation:
     def made(self) -> Any:
         """Returns what the caller's function returns. Its tensors have their values after the receive half."""
 
-def set_low_latency_objects(
+def set_python_objects(
     output_type: type,
     handle_type: type,
     nothing: Tensor,

@@ -9,11 +9,11 @@ namespace ep::bindings {
 
 namespace {
 
-using control::CombinePlan;
-using control::DispatchPlan;
 using control::LowLatency;
+using control::LowLatencyCombinePlan;
+using control::LowLatencyDispatchPlan;
 using control::Object;
-using control::Operation;
+using Operation = control::LowLatencyOperation;
 
 PyObject* kept(const py::object& object) { return py::object(object).release().ptr(); }
 
@@ -145,19 +145,19 @@ void bind_low_latency_engine(py::module_& m) {
            [](LowLatency& engine, bool is_for_buffer, const std::string& form, const py::tuple& settings,
               const LlDispatchArgs& args, int64_t columns, const std::string& dtype, int64_t scales,
               const std::string& scale_dtype, const py::object& rows_of) {
-             const DispatchPlan plan{args,
-                                     layout_of(engine, args.op.header),
-                                     columns,
-                                     scales,
-                                     control::dtype_number(dtype),
-                                     control::dtype_number(scale_dtype),
-                                     rows_of.is_none() ? Object() : Object(kept(rows_of))};
-             if (plan.dtype >= 0) engine.remember(form, door_of(is_for_buffer), settings_of(settings), plan);
+             const LowLatencyDispatchPlan plan{args,
+                                               layout_of(engine, args.op.header),
+                                               columns,
+                                               scales,
+                                               control::dtype_number(dtype),
+                                               control::dtype_number(scale_dtype),
+                                               rows_of.is_none() ? Object() : Object(kept(rows_of))};
+             if (plan.dtype >= 0) engine.dispatches.remember(form, door_of(is_for_buffer), settings_of(settings), plan);
            })
       .def("remember_combine", [](LowLatency& engine, bool is_for_buffer, const std::string& form,
                                   const py::tuple& settings, const LlCombineArgs& args, const std::string& dtype) {
-        const CombinePlan plan{args, layout_of(engine, args.op.header), control::dtype_number(dtype)};
-        if (plan.dtype >= 0) engine.remember(form, door_of(is_for_buffer), settings_of(settings), plan);
+        const LowLatencyCombinePlan plan{args, layout_of(engine, args.op.header), control::dtype_number(dtype)};
+        if (plan.dtype >= 0) engine.combines.remember(form, door_of(is_for_buffer), settings_of(settings), plan);
       });
 }
 
@@ -205,12 +205,12 @@ void bind_control(py::module_& m) {
     return py::reinterpret_steal<py::list>(kept.release());
   });
   m.def("forget_calls", &control::CallLog::forget);
-  m.def("set_low_latency_objects",
+  m.def("set_python_objects",
         [](const py::object& output_type, const py::object& handle_type, const py::object& nothing,
            const py::object& int64, const py::object& served, const py::object& served_kind, const py::object& sums,
            const py::object& current_device) {
-          LowLatency::objects = {kept(output_type), kept(handle_type), kept(nothing), kept(int64),
-                                 kept(served),      kept(served_kind), kept(sums),    kept(current_device)};
+          control::python_objects() = {kept(output_type), kept(handle_type), kept(nothing), kept(int64),
+                                       kept(served),      kept(served_kind), kept(sums),    kept(current_device)};
         });
   bind_started_operation(m);
   bind_low_latency_engine(m);

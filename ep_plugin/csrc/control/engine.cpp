@@ -67,6 +67,13 @@ CudaCalls& cuda_calls() {
   return calls;
 }
 
+PythonObjects& python_objects() {
+  static PythonObjects objects{};
+  return objects;
+}
+
+PyObject* left() { return PyErr_Occurred() ? nullptr : Py_NewRef(Py_None); }
+
 uint64_t StreamOrder::enter(uint64_t current) {
   const std::lock_guard<std::mutex> guard(mutex_);
   const bool is_after_another = has_last_ && last_ != current;
@@ -91,6 +98,40 @@ bool Engine::check() const {
   static PyObject* const check_name = interned("check");
   const Object owner = object_of(owner_.get());
   return is_quiet(board) || !owner || call(owner.get(), check_name);
+}
+
+bool Engine::find_stream(uint64_t* stream) const {
+  *stream = 0;
+  if (!is_on_gpu()) return true;
+  const Object device(PyObject_CallNoArgs(python_objects().current_device));
+  void* current = nullptr;
+  if (!device || PyLong_AsLongLong(device.get()) != device_index ||
+      exchange_api()->current_stream(kDLCuda, device_index, &current) != 0)
+    return false;
+  *stream = reinterpret_cast<uint64_t>(current);
+  try {
+    return cuda_calls().stream_capture(*stream, device_index) == 0;
+  } catch (const std::exception&) {
+    return false;  // Python finds the same error
+  }
+}
+
+bool Engine::count_served() const {
+  const Object one(PyLong_FromLong(1));
+  return static_cast<bool>(Object(PyObject_CallFunctionObjArgs(python_objects().served, serves.get(), one.get(),
+                                                               python_objects().served_kind, nullptr)));
+}
+
+bool Engine::is_recording() {
+  static PyObject* const recording = interned("recording");
+  return !is(python_objects().sums, recording, Py_False);
+}
+
+PyObject* const* Engine::fields_of(PyObject* handle) const {
+  if (reinterpret_cast<PyObject*>(Py_TYPE(handle)) != python_objects().handle_type) return nullptr;
+  if (PyTuple_GET_SIZE(handle) != 5) return nullptr;
+  PyObject* const* fields = &PyTuple_GET_ITEM(handle, 0);
+  return PyObject_RichCompareBool(fields[4], number.get(), Py_EQ) == 1 ? fields : nullptr;
 }
 
 bool Turn::enter() {

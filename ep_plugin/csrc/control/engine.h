@@ -19,6 +19,20 @@ struct CudaCalls {
 };
 CudaCalls& cuda_calls();
 
+// Objects of Python that live as long as the process.
+struct PythonObjects {
+  PyObject *output_type, *handle_type;  // DispatchOutput, DispatchHandle
+  PyObject* nothing;                    // in the place of the tensors that low latency's handles do not need
+  PyObject* int64;                      // torch's dtype
+  PyObject *served, *served_kind;       // counts.served and its argument
+  PyObject* sums;                       // statistics.Sums
+  PyObject* current_device;             // returns the number of the current GPU
+};
+PythonObjects& python_objects();
+
+// Leaves a call to Python and returns None; null if there is an error to raise, such as that of a signal's handler.
+PyObject* left();
+
 // The order of operations on the caller's streams of one device: each runs after the one before it, in the order of the
 // calls. All communicators of a device that run on the caller's streams share it.
 class StreamOrder {
@@ -56,6 +70,17 @@ class Engine {
 
   // Raises the communicator's error, if there is one. Returns false with Python's error set.
   bool check() const;
+  // Sets the caller's stream. Returns false if the device is not the current one, or captures a CUDA graph.
+  bool find_stream(uint64_t* stream) const;
+  // Counts an operation for `serves`. Returns false with Python's error set.
+  bool count_served() const;
+  // Whether operations are recorded for statistics, or Python has failed to say so, with its error set.
+  static bool is_recording();
+  Results new_results() const { return Results(is_on_gpu() ? kTorchCuda : kTorchCpu, is_on_gpu() ? device_index : 0); }
+  // Returns the fields of a handle that the communicator has made, or null.
+  PyObject* const* fields_of(PyObject* handle) const;
+
+  Object number, serves;  // of the communicator; the integration that counts its operations
 
  private:
   friend class Turn;

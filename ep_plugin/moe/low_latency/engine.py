@@ -242,7 +242,7 @@ def control_of(engine: Any, board: int) -> Any:
     return _C.LowLatency(engine, running, device, log, name, board, index, kernels, order, local_experts)
 
 
-_C.set_low_latency_objects(
+_C.set_python_objects(
     DispatchOutput,
     DispatchHandle,
     NOTHING,

@@ -1,0 +1,117 @@
+// One low-latency operation that is like an earlier one: its arguments, its results, and its halves.
+#pragma once
+#include <memory>
+
+#include "common/low_latency_args.h"
+#include "control/operation.h"
+
+namespace ep::control {
+
+class LowLatency;
+
+enum LowLatencyKind : int { kDispatch = 0, kCombine = 1 };
+constexpr int32_t kWhole = kLlSend | kLlReceive;
+
+// What all calls of one key share.
+struct LowLatencyDispatchPlan {
+  LlDispatchArgs args;
+  LlPlanLayout layout;
+  int64_t columns;             // elements of an output row
+  int64_t scales;              // columns of the scales; 0: the rows have none
+  int32_t dtype, scale_dtype;  // as PyTorch numbers them
+  Object rows_of;              // for rows that the owner's `rows_of` makes: its arguments, a tuple
+};
+struct LowLatencyCombinePlan {
+  LlCombineArgs args;
+  LlPlanLayout layout;
+  int32_t dtype;
+};
+
+// Python sees it as _C.StartedOperation, after the send half.
+class LowLatencyOperation : public Operation {
+ public:
+  LowLatencyOperation(std::shared_ptr<LowLatency> engine, int kind, Door door);
+
+  // Runs these halves in a thread's turn. Returns false as Turn::begin() does.
+  bool launch(Turn& turn, int32_t phases);
+  // Runs the receive half and returns what the door returns. None if Python must do it; null with Python's error set.
+  PyObject* receive();
+  // Runs the receive half within a call that Python has begun, and returns results(). Null with Python's error set.
+  Object finish();
+
+  const int kind;
+  bool is_received() const { return is_received_; }
+
+ protected:
+  // Whether ids are as dispatch checks them. True on GPUs, which check them in Python if they must.
+  bool has_valid_ids(const DLTensor& ids) const;
+
+  virtual LlOperation& shared() = 0;
+  virtual void run() = 0;  // the kernel, for the phases in shared()
+
+  const std::shared_ptr<LowLatency> engine_;
+
+ private:
+  void set_phases(int32_t phases);
+  void run_in_order();
+
+  bool is_received_ = false;
+};
+
+class LowLatencyDispatch : public LowLatencyOperation {
+ public:
+  // The arguments of a call.
+  struct Given {
+    Door door;
+    PyObject *x, *ids, *cumulative, *wait_cost;  // Py_None: not given
+    PyObject* handle;                            // of an earlier dispatch, or Py_None
+    PyObject* const* routing;                    // its fields, or null
+    Settings settings;                           // Buffer: T_max and E come first
+  };
+  LowLatencyDispatch(std::shared_ptr<LowLatency> engine, const Given& given);
+  // Fills the arguments and allocates the results. Returns false for a call that Python must take.
+  bool prepare(const Given& given, Turn& turn);
+
+  Object results() const override;
+  Object made() const override;
+
+ private:
+  bool allocate(int64_t num_tokens, Turn& turn);
+  bool allocate_rows(Results& made, std::vector<Object*>& owners, Turn& turn);
+  LlOperation& shared() override { return plan_.args.op; }
+  void run() override;
+
+  LowLatencyDispatchPlan plan_;  // with the arguments of this operation
+  Object handle_;                // Py_None: this dispatch makes the routing
+  Object max_tokens_, num_experts_;
+  Object rows_, scales_, counts_, offsets_;
+  Object topk_ids_, words_;         // the routing, for MoECommunicator
+  Object src_info_, layout_range_;  // for Buffer
+};
+
+class LowLatencyCombine : public LowLatencyOperation {
+ public:
+  struct Given {
+    Door door;
+    PyObject *y, *weights, *bias, *ids;
+    PyObject* plan;          // Buffer: src_info, a view of the plan, whose storage has nothing else
+    PyObject* layout_range;  // Buffer only, or null
+    PyObject *out, *wait_cost;
+    Settings settings;
+  };
+  LowLatencyCombine(std::shared_ptr<LowLatency> engine, const Given& given)
+      : LowLatencyOperation(std::move(engine), kCombine, given.door) {}
+  bool prepare(const Given& given, Turn& turn);
+
+  Object results() const override;
+  Object made() const override { return out_; }
+
+ private:
+  LlOperation& shared() override { return plan_.args.op; }
+  void run() override;
+
+  LowLatencyCombinePlan plan_;
+  Object out_;
+};
+
+}  // namespace ep::control
