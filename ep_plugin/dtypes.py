@@ -39,3 +39,8 @@ def num_scales(hidden: int | torch.SymInt) -> int | torch.SymInt:
 def weight_dtype(rows: torch.dtype) -> torch.dtype:
     """Returns the dtype of the weights that are sent with rows of dtype `rows`."""
     return torch.float64 if rows is torch.float64 else torch.float32
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """Returns the name of a dtype without that of its module."""
+    return str(dtype).removeprefix("torch.")

@@ -93,11 +93,14 @@ class MoECommunicator:
         """The facts that operations over several nodes share; None on one node."""
         sizes = self._open_low_latency(group, resolved) if config.mode == "ll" else self._open(group, resolved)
         self.number = register(self, sizes)
-        self._in_c = InC()
-        engine: Any = self.engine
+        self._in_c = self.operators_in_c = InC()
+        control = self.engine.control
+        control.set_number(self.number)
         if self.config.mode == "ll":
-            engine.control.set_number(self.number)
-            self._in_c = engine.in_c
+            self._in_c = self.engine.in_c
+        elif self.nodes is None:
+            self._in_c = InC(control.dispatch_function(), control.combine_function())
+            self.operators_in_c = InC(control.dispatch_operator(), control.combine_operator())
 
     def _open(self, group: dist.ProcessGroup, device: torch.device) -> str:
         """Makes the parts of a high-throughput communicator. Returns a key of all that its results' sizes depend on."""

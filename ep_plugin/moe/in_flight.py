@@ -13,7 +13,7 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import ClassVar, Generic, ParamSpec, TypeAlias, TypeVar
+from typing import Any, ClassVar, Generic, ParamSpec, TypeAlias, TypeVar
 
 import torch
 from torch._compile import _disable_dynamo
@@ -38,6 +38,7 @@ class Operation(ABC):
     capture = 0  # the CUDA graph capture that it was started in; 0: none
     result: Tensors | None = None  # the operator's results, between finish and collect
     is_dropped = False  # the caller has deleted its Work without waiting
+    shares_memory = True  # small results may be views of one block, which torch's operators must not return
     rows: torch.Tensor
     """The rows that this rank passes in."""
 
@@ -64,15 +65,33 @@ class Operation(ABC):
 
 
 class InFlight:
-    """The operations of one communicator. At most one is in flight. `serves`: the integration that counts them."""
+    """The operations of one communicator. At most one is in flight."""
 
-    serves = ""
-
-    def __init__(self, engine: BaseEngine) -> None:
-        self._engine = engine
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine  # a HighThroughputEngine
+        self.serves = ""
         self._started: Operation | None = None
         self._numbers = itertools.count(1)
         self._by_number: weakref.WeakValueDictionary[int, Operation] = weakref.WeakValueDictionary()
+
+    @property
+    def serves(self) -> str:
+        """The integration that counts the operations."""
+        return self._serves
+
+    @serves.setter
+    def serves(self, name: str) -> None:
+        self._serves = name
+        self._engine.control.set_serves(name)
+
+    @property
+    def _started(self) -> Operation | None:
+        return self._in_flight
+
+    @_started.setter
+    def _started(self, operation: Operation | None) -> None:
+        self._in_flight = operation
+        self._engine.control.is_busy = operation is not None  # then Python runs the next
 
     def run(self, operation: Operation) -> Tensors:
         """Completes the operation in flight, then runs the whole of `operation`. Returns its results."""

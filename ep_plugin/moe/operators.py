@@ -9,6 +9,7 @@ Shapes: T tokens, H hidden size, K experts per token, N output rows, S received 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -47,9 +48,18 @@ def _operator(
     differentiable = autograd.differentiable(save, backward)
 
     def run(*inputs: Any) -> Tensors:
+        *given, comm, started = inputs
+        made = None if started else getattr(communicator(comm).operators_in_c, name)(*given)
+        return run_by_python(*inputs) if made is None else made
+
+    def run_by_python(*inputs: Any, shares_memory: bool = True) -> Tensors:
         *given, started = inputs
         here = communicator(given[-1])
-        return here.in_flight.collect(started) if started else here.in_flight.run(new(here)(*given))
+        if started:
+            return here.in_flight.collect(started)
+        operation = new(here)(*given)
+        operation.shares_memory = shares_memory
+        return here.in_flight.run(operation)
 
     def with_empty(compute: Callable[..., Tensors]) -> Callable[..., tuple[torch.Tensor, ...]]:
         def kernel(*inputs: Any) -> tuple[torch.Tensor, ...]:
@@ -68,7 +78,7 @@ def _operator(
 
     # torch.compile calls operators with unknown sizes between its graphs. Without this it would trace their Python.
     for key in ("CPU", "CUDA"):
-        _library.impl(name, _disable_dynamo(with_empty(run)), key)
+        _library.impl(name, _disable_dynamo(with_empty(functools.partial(run_by_python, shares_memory=False))), key)
     recorded = _disable_dynamo(autograd.autograd_kernel(seen.default, differentiable))
     _library.impl(name, recorded, "Autograd", with_keyset=True)
     torch.library.register_fake(f"ep_plugin::{name}", with_empty(traced), lib=_library)

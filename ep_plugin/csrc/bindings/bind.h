@@ -26,6 +26,7 @@ void bind_low_latency(py::module_& m);
 void bind_messages(py::module_& m);
 void bind_board(py::module_& m);
 void bind_control(py::module_& m);
+void bind_high_throughput(py::module_& m);
 void bind_cuda(py::module_& m);  // only in builds with CUDA
 
 // The functions of one table, in the submodule of this name, which bind_table() makes.

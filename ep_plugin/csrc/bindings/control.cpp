@@ -1,7 +1,7 @@
 // The host path: PyTorch's C functions, the form of a call's tensors, and operations that one call of C starts.
 #include <pybind11/functional.h>
 
-#include "bindings/bind.h"
+#include "bindings/functions.h"
 #include "control/inputs.h"
 #include "control/low_latency.h"
 
@@ -14,28 +14,6 @@ using control::LowLatencyCombinePlan;
 using control::LowLatencyDispatchPlan;
 using control::Object;
 using Operation = control::LowLatencyOperation;
-
-PyObject* kept(const py::object& object) { return py::object(object).release().ptr(); }
-
-// A function of Python for one of control's doors, with exactly as many positional arguments as it takes. It calls
-// `call` with the engine and the arguments as the door reads them.
-template <class Door, PyObject* (*call)(LowLatency&, const typename Door::Kind::Given&)>
-py::object function_of(const std::shared_ptr<LowLatency>& engine, const char* name) {
-  using Held = std::shared_ptr<LowLatency>;
-  static PyMethodDef definition{
-      name,
-      reinterpret_cast<PyCFunction>(
-          reinterpret_cast<void (*)()>(+[](PyObject* self, PyObject* const* args, Py_ssize_t given) -> PyObject* {
-            if (given != Door::num_args)
-              return PyErr_Format(PyExc_TypeError, "expected %zd arguments, got %zd", Door::num_args, given);
-            LowLatency& engine = **static_cast<Held*>(PyCapsule_GetPointer(self, nullptr));
-            typename Door::Kind::Given read{};
-            return Door::read(engine, args, read) ? call(engine, read) : control::left();
-          })),
-      METH_FASTCALL, nullptr};
-  const py::capsule self(new Held(engine), [](void* held) { delete static_cast<Held*>(held); });
-  return py::reinterpret_steal<py::object>(PyCFunction_New(&definition, self.ptr()));
-}
 
 template <class Kind>
 PyObject* run(LowLatency& engine, const typename Kind::Given& given) {
@@ -52,8 +30,8 @@ PyObject* start(LowLatency& engine, const typename Kind::Given& given) {
 template <class Door>
 void add_functions(py::dict& functions, const std::shared_ptr<LowLatency>& engine, const char* name,
                    const char* start_name) {
-  functions[name] = function_of<Door, &run<typename Door::Kind>>(engine, name);
-  functions[start_name] = function_of<Door, &start<typename Door::Kind>>(engine, start_name);
+  functions[name] = function_of<Door, LowLatency, &run<typename Door::Kind>>(engine, name);
+  functions[start_name] = function_of<Door, LowLatency, &start<typename Door::Kind>>(engine, start_name);
 }
 
 py::dict functions_of(const std::shared_ptr<LowLatency>& engine) {
@@ -63,14 +41,6 @@ py::dict functions_of(const std::shared_ptr<LowLatency>& engine) {
   add_functions<control::BufferDispatch>(functions, engine, "buffer_dispatch", "start_buffer_dispatch");
   add_functions<control::BufferCombine>(functions, engine, "buffer_combine", "start_buffer_combine");
   return functions;
-}
-
-// Returns the object, or raises Python's error.
-template <class Owned>
-py::object returned(Owned owned) {
-  PyObject* object = Object(std::move(owned)).release();
-  if (object == nullptr) throw py::error_already_set();
-  return py::reinterpret_steal<py::object>(object);
 }
 
 void bind_started_operation(py::module_& m) {
@@ -84,7 +54,7 @@ void bind_started_operation(py::module_& m) {
       .def_readwrite("number", &Operation::number)
       .def_readwrite("is_dropped", &Operation::is_dropped)
       .def_property_readonly("is_received", &Operation::is_received)
-      .def("receive", [](Operation& operation) { return returned(operation.receive()); })
+      .def("receive", [](Operation& operation) { return returned(Object(operation.receive())); })
       .def("finish", [](Operation& operation) { return returned(operation.finish()); })
       .def("results", [](const Operation& operation) { return returned(operation.results()); })
       .def("tensors", [](const Operation& operation) { return returned(operation.tensors()); })

@@ -29,6 +29,7 @@ PYBIND11_MODULE(_C, m) {
   bindings::bind_low_latency(m);
   bindings::bind_messages(m);
   bindings::bind_control(m);
+  bindings::bind_high_throughput(m);
 #if defined(EP_WITH_CUDA)
   bindings::bind_cuda(m);
 #endif

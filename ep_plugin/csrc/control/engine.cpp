@@ -9,12 +9,6 @@ namespace ep::control {
 
 namespace {
 
-bool is_quiet(Address address) {
-  const Board& board = *at<Board>(address);
-  return __atomic_load_n(&board.fault_set, __ATOMIC_ACQUIRE) == 0 &&
-         __atomic_load_n(&board.abort, __ATOMIC_ACQUIRE) == 0;
-}
-
 // Whether an attribute is `wanted`. False with Python's error set if there is none.
 bool is(PyObject* object, PyObject* attribute, PyObject* wanted) {
   return Object(PyObject_GetAttr(object, attribute)).get() == wanted;
@@ -94,13 +88,21 @@ Engine::Engine(PyObject* owner, PyObject* running, PyObject* device, std::shared
       device_(Object::borrowed(device)),
       log_(std::move(log)) {}
 
+bool Engine::is_quiet() const {
+  const Board& words = *at<Board>(board);
+  return __atomic_load_n(&words.fault_set, __ATOMIC_ACQUIRE) == 0 &&
+         __atomic_load_n(&words.abort, __ATOMIC_ACQUIRE) == 0;
+}
+
 bool Engine::check() const {
   static PyObject* const check_name = interned("check");
   const Object owner = object_of(owner_.get());
-  return is_quiet(board) || !owner || call(owner.get(), check_name);
+  return is_quiet() || !owner || call(owner.get(), check_name);
 }
 
-bool Engine::find_stream(uint64_t* stream) const {
+Object Engine::owner() const { return object_of(owner_.get()); }
+
+bool Engine::current_stream(uint64_t* stream) const {
   *stream = 0;
   if (!is_on_gpu()) return true;
   const Object device(PyObject_CallNoArgs(python_objects().current_device));
@@ -109,6 +111,12 @@ bool Engine::find_stream(uint64_t* stream) const {
       exchange_api()->current_stream(kDLCuda, device_index, &current) != 0)
     return false;
   *stream = reinterpret_cast<uint64_t>(current);
+  return true;
+}
+
+bool Engine::find_stream(uint64_t* stream) const {
+  if (!current_stream(stream)) return false;
+  if (!is_on_gpu()) return true;
   try {
     return cuda_calls().stream_capture(*stream, device_index) == 0;
   } catch (const std::exception&) {
@@ -148,7 +156,7 @@ bool Turn::enter() {
 // Whether the communicator is open and has no error.
 bool Turn::may_run() {
   static PyObject *const error_name = interned("_error"), *const closed_name = interned("closed");
-  return is(owner(), error_name, Py_None) && is(owner(), closed_name, Py_False) && is_quiet(engine_.board);
+  return is(owner(), error_name, Py_None) && is(owner(), closed_name, Py_False) && engine_.is_quiet();
 }
 
 bool Turn::begin(PyObject* kind, PyObject* part, int64_t nbytes, const Call* continues) {

@@ -68,10 +68,20 @@ class Engine {
   const int device_index;
   int64_t num_calls = 0;  // operations, or halves of them, that ran here, for tests
 
+  // Whether the board has neither a fault nor an abort.
+  bool is_quiet() const;
   // Raises the communicator's error, if there is one. Returns false with Python's error set.
   bool check() const;
-  // Sets the caller's stream. Returns false if the device is not the current one, or captures a CUDA graph.
+  // Sets the caller's stream. Returns false, maybe with Python's error set, if the device is not the current one.
+  bool current_stream(uint64_t* stream) const;
+  // Does the same, and returns false if the stream captures a CUDA graph.
   bool find_stream(uint64_t* stream) const;
+  // Calls a method of the BaseEngine. Returns false with Python's error set.
+  template <class... Args>
+  bool call_owner(PyObject* method, Args... args) const {
+    const Object owner = this->owner();
+    return owner && call(owner.get(), method, args...);
+  }
   // Counts an operation for `serves`. Returns false with Python's error set.
   bool count_served() const;
   // Whether operations are recorded for statistics, or Python has failed to say so, with its error set.
@@ -84,6 +94,8 @@ class Engine {
 
  private:
   friend class Turn;
+  Object owner() const;  // none, if it is gone
+
   const Object owner_, running_, device_;  // owner_: a weak reference
   const std::shared_ptr<CallLog> log_;
   uint64_t thread_ = 0;  // the last that ran an operation here, by a number that no other thread gets
@@ -93,7 +105,7 @@ class Engine {
 void wait_if_finalizing();
 
 // Runs `kernel` without the interpreter's lock. Returns false with Python's error set, also by the handler of a signal
-// during a wait.
+// during a wait, or by a function of Python in a kernel's place.
 template <class Kernel>
 bool run_unlocked(const Kernel& kernel) {
   std::string problem;
@@ -105,7 +117,7 @@ bool run_unlocked(const Kernel& kernel) {
   }
   wait_if_finalizing();
   PyEval_RestoreThread(state);
-  if (!problem.empty()) PyErr_SetString(PyExc_RuntimeError, problem.c_str());
+  if (!problem.empty() && !PyErr_Occurred()) PyErr_SetString(PyExc_RuntimeError, problem.c_str());
   return !PyErr_Occurred();
 }
 
@@ -126,8 +138,10 @@ class Turn {
   // Runs `kernel` as run_unlocked() does. Returns false with Python's error set; peers then abort.
   template <class Kernel>
   bool run(const Kernel& kernel) {
-    return run_unlocked(kernel) && engine_.check() ? ended() : failed();
+    return end(run_unlocked(kernel) && engine_.check());
   }
+  // Ends the operation. is_done: false with Python's error set. Returns it.
+  bool end(bool is_done) { return is_done ? ended() : failed(); }
   // Gives the lock back, and returns `result`. Null with Python's error set if that fails, or if `result` is null.
   PyObject* leave(PyObject* result);
   PyObject* owner() const { return owner_.get(); }

@@ -40,7 +40,7 @@ bool Inputs::holds_all(PyObject* object) {
   return begin_ + (last + 1) * last_.type_bits / 8 <= storage_bytes_;
 }
 
-bool Inputs::read(PyObject* object) {
+bool Inputs::read(PyObject* object, RowsInForm rows) {
   static PyObject *const is_neg_name = interned("is_neg"), *const dtype_name = interned("dtype"),
                          *const grad_name = interned("requires_grad");
   last_ = DLTensor{};
@@ -63,7 +63,10 @@ bool Inputs::read(PyObject* object) {
   const auto misaligned = static_cast<int32_t>(address_of(last_) % kRowAlign);
   const Head head{dtype.get(), last_.num_dims, last_.device_type, last_.device_id, misaligned};
   form_.append(reinterpret_cast<const char*>(&head), sizeof(head));
+  const size_t at_shape = form_.size();
   form_.append(reinterpret_cast<const char*>(last_.shape), last_.num_dims * sizeof(int64_t));
+  // Strides say nothing about a tensor of fewer rows.
+  if (rows == kFreeRows && last_.num_dims > 0 && last_.shape[0] > 1) form_.replace(at_shape, sizeof(int64_t), 8, '*');
   form_.append(reinterpret_cast<const char*>(last_.strides), last_.num_dims * sizeof(int64_t));
   return true;
 }

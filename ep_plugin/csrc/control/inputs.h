@@ -9,13 +9,16 @@
 
 namespace ep::control {
 
+// kFreeRows: tensors of two rows or more have one form whatever their number of rows.
+enum RowsInForm { kFixedRows, kFreeRows };
+
 class Inputs {
  public:
   Inputs() { form_.reserve(512); }
 
   // Appends a tensor or None. Returns false if it has no form, with Python's error set if the interpreter raised one:
   // its type stands for other tensors, its values are not as they lie in memory, or its storage is too small.
-  bool read(PyObject* object);
+  bool read(PyObject* object, RowsInForm rows = kFixedRows);
 
   // Whether a tensor read so far requires a gradient that autograd would record now.
   bool needs_grad() const { return needs_grad_; }

@@ -1,5 +1,7 @@
 #include "control/operation.h"
 
+#include <algorithm>
+
 namespace ep::control {
 
 PyObject* or_none(const Object& object) { return object ? object.get() : Py_None; }
@@ -18,11 +20,40 @@ Object named_tuple(PyObject* type, std::initializer_list<PyObject*> fields) {
   return values ? Object(PyObject_CallFunctionObjArgs(make, type, values.get(), nullptr)) : Object();
 }
 
-bool give(Results& made, const std::vector<Object*>& owners) {
+bool give(Results& made, std::vector<Object*> owners) {
+  for (size_t at = owners.size(); at-- > 0;) {
+    if (owners[at] != nullptr) continue;
+    made.drop(at);
+    owners.erase(owners.begin() + static_cast<std::ptrdiff_t>(at));
+  }
   const Object list = made.to_objects();
   for (size_t i = 0; list && i < owners.size(); ++i)
     *owners[i] = Object::borrowed(PyList_GET_ITEM(list.get(), static_cast<Py_ssize_t>(i)));
   return static_cast<bool>(list);
+}
+
+bool make_parts(Results& made, std::vector<Object*>& owners, const std::vector<Part>& parts, bool is_shared) {
+  static const int32_t int32 = dtype_number("int32");
+  const size_t block = made.size();
+  Address base = 0;
+  int64_t words = 0;
+  for (const Part& part : parts) words += aligned(part.rows * std::max<int64_t>(part.columns, 1));
+  if (is_shared) {
+    if (!made.empty({words}, int32, &base)) return false;
+    owners.push_back(nullptr);
+  }
+  int64_t begin = 0;
+  for (const Part& part : parts) {
+    Address address = base + 4 * begin;
+    const auto add = [&](std::initializer_list<int64_t> sizes) {
+      return is_shared ? made.view(block, sizes, begin) : made.empty(sizes, int32, &address);
+    };
+    if (!(part.columns == 0 ? add({part.rows}) : add({part.rows, part.columns}))) return false;
+    owners.push_back(part.owner);
+    begin += aligned(part.rows * std::max<int64_t>(part.columns, 1));
+    if (part.address != nullptr) *part.address = address;
+  }
+  return true;
 }
 
 bool append_key(std::string& form, Door door, const Settings& settings) {
@@ -49,16 +80,16 @@ bool append_key(std::string& form, Door door, const Settings& settings) {
   return true;
 }
 
-bool Operation::read(Inputs& inputs, std::initializer_list<std::pair<PyObject*, DLTensor*>> tensors) {
+bool Operation::read(Inputs& inputs, std::initializer_list<std::pair<PyObject*, DLTensor*>> tensors, RowsInForm rows) {
   for (const auto& [object, tensor] : tensors) {
-    if (!inputs.read(object)) {
+    if (!inputs.read(object, rows)) {
       if (PyErr_Occurred() && PyErr_ExceptionMatches(PyExc_Exception)) PyErr_Clear();  // not Ctrl-C
       return false;
     }
     *tensor = inputs.last();
     if (object != Py_None) inputs_.push_back(Object::borrowed(object));
   }
-  return door_ == Door::kBuffer || !inputs.needs_grad();  // nothing of a Buffer is differentiable
+  return door_ != Door::kCommunicator || !inputs.needs_grad();  // nothing of a Buffer is differentiable
 }
 
 bool Operation::needs_grad() const {

@@ -12,7 +12,11 @@
 namespace ep::control {
 
 // Who calls. Each checks its arguments by rules of its own, so no door may rely on the checks of another.
-enum class Door : char { kCommunicator = 'c', kBuffer = 'b' };  // MoECommunicator, deep_ep.Buffer
+enum class Door : char {
+  kCommunicator = 'c',  // MoECommunicator
+  kBuffer = 'b',        // deep_ep.Buffer
+  kOperator = 'o'       // torch.ops.ep_plugin, below autograd
+};
 
 // The arguments of a call that are no tensors.
 struct Settings {
@@ -66,7 +70,8 @@ class Operation {
 
  protected:
   // Reads and holds tensors in turn. Returns false for a call that Python must take.
-  bool read(Inputs& inputs, std::initializer_list<std::pair<PyObject*, DLTensor*>> tensors);
+  bool read(Inputs& inputs, std::initializer_list<std::pair<PyObject*, DLTensor*>> tensors,
+            RowsInForm rows = kFixedRows);
   // Whether autograd must record the operation at its end.
   bool needs_grad() const;
 
@@ -87,7 +92,17 @@ Object named_tuple(PyObject* type, std::initializer_list<PyObject*> fields);
 // Words of int32, up to where a tensor of its own might begin.
 inline int64_t aligned(int64_t words) { return (words + 31) / 32 * 32; }
 
-// Makes objects of tensors, each for its owner. Returns false with Python's error set.
-bool give(Results& made, const std::vector<Object*>& owners);
+// Makes objects of tensors, each for its owner, and deletes those without one. Returns false with Python's error set.
+bool give(Results& made, std::vector<Object*> owners);
+
+// A small tensor. columns 0: it has one dimension.
+struct Part {
+  Object* owner;
+  int64_t rows, columns;
+  Address* address;  // where to write its address, or null
+};
+// Makes tensors of int32: views of one block, each of which begins where a tensor of its own might, or if is_shared is
+// false, each with its own memory. Returns false if PyTorch fails.
+bool make_parts(Results& made, std::vector<Object*>& owners, const std::vector<Part>& parts, bool is_shared);
 
 }  // namespace ep::control

@@ -17,7 +17,8 @@ namespace ep::control {
 // A reference to an object of Python, or none. It needs the interpreter's lock.
 class Object {
  public:
-  explicit Object(PyObject* owned = nullptr) : object_(owned) {}
+  Object() = default;
+  explicit Object(PyObject* owned) : object_(owned) {}
   Object(const Object& other) : object_(Py_XNewRef(other.object_)) {}
   Object(Object&& other) noexcept : object_(other.release()) {}
   Object& operator=(Object other) {
@@ -33,7 +34,7 @@ class Object {
   explicit operator bool() const { return object_ != nullptr; }
 
  private:
-  PyObject* object_;
+  PyObject* object_ = nullptr;
 };
 
 // Returns Python's string for a name in this code. It lives as long as the process.
@@ -96,6 +97,7 @@ class Results {
   bool empty(std::initializer_list<int64_t> sizes, int32_t dtype, Address* address, const int64_t* strides = nullptr);
   // A contiguous view of the tensor `of`, from the element `begin` on.
   bool view(size_t of, std::initializer_list<int64_t> sizes, int64_t begin);
+  size_t size() const { return held_.size(); }
   // Deletes a tensor, whose views stay.
   void drop(size_t at);
   // Returns a list of tensor objects, in the order in which they were added; none if PyTorch or Python fails, maybe

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,13 +17,12 @@ from ep_plugin.dtypes import DTYPES
 from ep_plugin.errors import CaptureRefused, DisagreementError, EpPluginError
 from ep_plugin.moe.arguments import address, check_group, check_routing
 from ep_plugin.moe.high_throughput import sms
-from ep_plugin.moe.high_throughput.history import Expected, Routings
 from ep_plugin.moe.high_throughput.load import HighThroughputLoad
 from ep_plugin.moe.layout import DispatchHandle, Routing
 from ep_plugin.runtime.faults import DISAGREE_ON
 from ep_plugin.runtime.group import GroupEngine, weakly
-from ep_plugin.runtime.streams import high_throughput_streams, kernels_for
-from ep_plugin.runtime.tensors import KnownCalls
+from ep_plugin.runtime.base import running
+from ep_plugin.runtime.streams import HighThroughputStreams, Streams, high_throughput_streams, kernels_for
 from ep_plugin.transport import open_memory
 from ep_plugin.transport.exchange import Exchange
 from ep_plugin.transport.peer import PeerBuffer
@@ -50,6 +49,8 @@ class HighThroughputEngine(GroupEngine):
     Kernels, boards and pools serve the ranks of this node: G of the group's R ranks.
     """
 
+    control: _C.HighThroughput | Any = None  # until it is constructed
+
     def __init__(self, group: dist.ProcessGroup, config: MoECommunicatorConfig, device: torch.device) -> None:
         super().__init__(Exchange(group, timeout_s=config.timeout_s), device, group, config)
 
@@ -66,11 +67,6 @@ class HighThroughputEngine(GroupEngine):
         check_group(self.exchange, config, device)
         self.local_experts = config.num_experts // self.size
         self.num_totals = _C.num_totals + self.local_experts
-        self.routings, self.expected = Routings(), Expected()
-        self.known = KnownCalls()
-        self._tickets = 0
-        self.reserved = 0
-        """The number of calls of `reserve`. Peers compare it when they grow a pool."""
         self._pools: dict[int, PeerBuffer] = {}
         super()._construct(group)
 
@@ -92,6 +88,43 @@ class HighThroughputEngine(GroupEngine):
         self.memory = self._own(open_memory(self.within, device))
         self._control = self.memory.allocate(_C.control_bytes(self.node_size, self.node_experts), "control")
         self.comm = self._comm_struct(self._control.ptrs, self.node_experts, plain=env.settings().plain_kernels)
+        self.control = self._make_control()
+
+    def _make_control(self) -> _C.HighThroughput:
+        """Makes the object that runs operations on this node."""
+        device, config, name = self.device, self.config, self.name
+        index = -1 if device.type == "cpu" else device.index
+        control = _C.HighThroughput(self, running, device, self.call_log, name, self.boards.address, index)
+        most = -1 if config.max_tokens_per_rank is None else config.max_tokens_per_rank
+        sizes = self.node_size, self.node_experts, most, int(self.timeout_s * 1e9)
+        control.set_facts(self.layout, config.expert_alignment, *sizes)
+        control.set_comm(self.comm)
+        control.set_kernels(self._kernels)
+        control.set_streams(*_in_c(self._streams))
+        control.has_ranges = self._range is not None
+        control.checks_ids = device.type == "cuda" and env.check_ids()
+        return control
+
+    @property
+    def kernels(self) -> Any:
+        """The kernel table: `_C.cpu`, `_C.cuda`, or an object with functions of these names."""
+        return self._kernels
+
+    @kernels.setter
+    def kernels(self, table: Any) -> None:
+        self._kernels = table
+        if self.control is not None:
+            self.control.set_kernels(table)
+
+    @property
+    def streams(self) -> Streams:  # type: ignore[override]
+        return self._streams
+
+    @streams.setter
+    def streams(self, streams: Streams) -> None:
+        self._streams = streams
+        if self.control is not None:
+            self.control.set_streams(*_in_c(streams))
 
     # -- SMs -----------------------------------------------------------------------------------------------------
 
@@ -103,6 +136,7 @@ class HighThroughputEngine(GroupEngine):
         given = {name: count for name, count in counts.items() if count is not None}
         asked = sms.asked_of(dataclasses.replace(self.config, **given), self._usable_sms)  # type: ignore[arg-type]
         before, self._sms, self.asked_sms = self._sms, asked, counts
+        self.control.forget_plans()
         if any((old[1] == 0) != (new[1] == 0) for old, new in zip(before, asked, strict=True)):
             # Receiving moves to another stream, and must find the epoch of the previous operation there.
             streams = self.streams
@@ -131,7 +165,7 @@ class HighThroughputEngine(GroupEngine):
     def room_for(self, pool: int, needed: int) -> int:
         """Returns `needed` if `pool` has as many bytes, else a quarter more, so that slow growth replaces pools
         rarely."""
-        return needed if needed <= self.pool_bytes(pool) else max(needed + needed // 4, 4096)
+        return self.control.room_for(pool, needed)
 
     def reserve(self, pool: int, nbytes: int) -> None:
         """Makes every rank's pool at least `nbytes` large. All ranks call it once for each operation, before its send.
@@ -139,12 +173,9 @@ class HighThroughputEngine(GroupEngine):
         Growing is collective. If one rank has to grow its pool and a peer has not, their rows differ in size, and the
         rank that grows raises DisagreementError.
         """
-        if self.pool_bytes(pool) < nbytes:
-            self._grow(pool, nbytes)
-        self.reserved += 1
-        self.boards.set_reserved_pools(self.reserved)
+        self.control.reserve(pool, nbytes)
 
-    def _grow(self, pool: int, nbytes: int) -> None:
+    def grow(self, pool: int, nbytes: int) -> None:
         """Replaces a pool. Closes the old one only after every rank has finished everything that reads or writes it."""
         name = f"{_C.Pool(pool).name.lower()} pool"
         if self.streams.capturing():
@@ -183,13 +214,9 @@ class HighThroughputEngine(GroupEngine):
         most = self.config.max_tokens_per_rank
         return None if capacity is None or most is None else self.node_size * most
 
-    def routing(self, name: str, tensors: Sequence[torch.Tensor], comm: int) -> Routing:
+    def routing(self, name: str, handle: DispatchHandle) -> Routing:
         """Checks a handle and returns its routing. Raises ValueError, with the argument's `name`, unless its tensors
         are as dispatch made them."""
-        handle = DispatchHandle._make((*tensors, comm))
-        known = self.routings.find(handle)
-        if known is not None:
-            return known
         check_routing(self, name, handle, self.num_totals)
         return Routing(handle, self.routing_struct(*handle[:3]), handle.totals.tolist())
 
@@ -227,21 +254,23 @@ class HighThroughputEngine(GroupEngine):
 
     def next_ticket(self) -> int:
         """Returns a number that names the totals of the next notify. The host waits for the totals by this number."""
-        self._tickets += 1
-        return self._tickets
-
-    def has_totals(self, ticket: int) -> bool:
-        """Whether the totals of notify `ticket` have arrived."""
-        return self.boards.wait_ticket(ticket, 0.0)
+        return self.control.next_ticket()
 
     def wait_totals(self, ticket: int, copy: torch.Tensor, expert_counts: torch.Tensor) -> list[int]:
         """Waits for the totals of notify `ticket` and returns them, see Boards.totals. Raises the communicator's first
         error, or PeerTimeout at the deadline."""
-        most_s = 2 * self.timeout_s + 5.0  # the kernel's deadline starts later, passes first, and says more
-        if not self.boards.wait_ticket(ticket, most_s):
-            self.check()
-            raise EpPluginError(f"{self.name}: the device did not finish step notify in {most_s:g} s")
+        self.control.wait_totals(ticket)
         return self.boards.totals(copy, expert_counts)
+
+    def totals_are_overdue(self) -> None:
+        """Raises the error for totals that have not come."""
+        self.check()
+        raise EpPluginError(f"{self.name}: the device did not finish step notify in its time")
+
+    def no_memory(self, nbytes: int) -> None:
+        """Raises PyTorch's error for results of `nbytes` that could not be allocated."""
+        torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        raise torch.OutOfMemoryError(f"{self.name}: expected memory for results of {nbytes} bytes, got none")
 
     # -- errors --------------------------------------------------------------------------------------------------
 
@@ -252,6 +281,11 @@ class HighThroughputEngine(GroupEngine):
         elif name == "op" and value in list(_C.Op):
             said = _C.Op(value).name.replace("_", " ").lower()
         return _FIELD_NAMES.get(name, name.replace("_", " ")), said
+
+
+def _in_c(streams: Streams) -> tuple[int, int, Streams | None]:
+    """Returns the send and the receive stream, and an object that orders them if C cannot."""
+    return streams.send, streams.receive, None if type(streams) in (Streams, HighThroughputStreams) else streams
 
 
 def _watch_of(engine: HighThroughputEngine, growing: tuple[str, int]) -> Callable[[], None]:
@@ -265,7 +299,7 @@ def _watch_of(engine: HighThroughputEngine, growing: tuple[str, int]) -> Callabl
             return
         engine.check()
         for index, rank in enumerate(engine.node_ranks):
-            if index != engine.index and engine.boards.reserved_pools_of(index) > engine.reserved:
+            if index != engine.index and engine.boards.reserved_pools_of(index) > engine.control.reserved:
                 raise engine.disagreement_on_pool(*growing, rank, "no more than there are")
 
     return watch
