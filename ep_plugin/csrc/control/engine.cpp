@@ -100,8 +100,8 @@ bool Engine::check() const {
   return is_quiet(board) || !owner || call(owner.get(), check_name);
 }
 
-bool Engine::find_stream(uint64_t* stream) const {
-  *stream = 0;
+bool Engine::find_stream(uint64_t* stream, uint64_t* capture) const {
+  *stream = *capture = 0;
   if (!is_on_gpu()) return true;
   const Object device(PyObject_CallNoArgs(python_objects().current_device));
   void* current = nullptr;
@@ -110,7 +110,8 @@ bool Engine::find_stream(uint64_t* stream) const {
     return false;
   *stream = reinterpret_cast<uint64_t>(current);
   try {
-    return cuda_calls().stream_capture(*stream, device_index) == 0;
+    *capture = cuda_calls().stream_capture(*stream, device_index);
+    return true;
   } catch (const std::exception&) {
     return false;  // Python finds the same error
   }
@@ -171,7 +172,6 @@ bool Turn::ended() {
   return true;
 }
 
-// Makes peers and later calls raise after an error, which stays set. Returns false.
 bool Turn::failed() {
   static PyObject* const failed_name = interned("operation_failed");
   Pending pending;
