@@ -10,12 +10,11 @@ EP_PLUGIN_RAIL                 ``auto`` (default) or ``c10d``: what carries rows
 EP_PLUGIN_FALLBACK             ``stock``: integrations leave what ep_plugin does not serve to the framework, and warn
 EP_PLUGIN_RANKS_PER_NODE       the number of consecutive ranks of the job that are one node, in all groups
 EP_PLUGIN_HOST                 the name of this process's host. Ranks of one machine with two names are on two hosts
-EP_PLUGIN_CHECK_IDS            ``1``: validate expert ids on GPUs, too; costs a synchronisation per dispatch
+EP_PLUGIN_CHECK_IDS            ``1``: communicators made from now on check expert ids on GPUs, too; each dispatch waits
 EP_PLUGIN_PLAIN_KERNELS        ``1``: dispatch, combine and messages on GPUs use plain loads and stores
 EP_PLUGIN_TEST_GATE            a step at which to halt, see TEST_GATES (tests only)
 EP_PLUGIN_LOG                  ``1``: show records of level INFO, such as choices and allocations, on stderr (log.py)
 EP_PLUGIN_RANGES               ``profiler`` or ``nvtx``: put operations into ranges that profilers show (ranges.py)
-EP_PLUGIN_CONTROL              ``c`` (default on CPUs) or ``python`` (default on GPUs): what runs low-latency calls
 EP_PLUGIN_DUMP                 a folder into which a rank that fails writes its latest operations (runtime/calls.py)
 EP_PLUGIN_EMULATION            the nodes that ``ep_plugin.testing.nodes`` emulates; `ep-bench` puts it into results
 EP_PLUGIN_COMMIT               the commit that `ep-bench` writes into results outside of a git checkout
@@ -39,7 +38,6 @@ TRANSPORTS = ("auto", "shm", "nvlink")
 RAILS = ("auto", "c10d")
 FALLBACKS = ("stock",)
 RANGES = ("profiler", "nvtx")
-CONTROLS = ("c", "python")
 _RANKS = "ranks"  # a value of EP_PLUGIN_CHILDREN
 TEST_GATES = (
     "plan", "notify", "dispatch_send", "dispatch_recv", "combine_send", "all_gather", "reduce_scatter",
@@ -50,7 +48,7 @@ _PREFIX = "EP_PLUGIN"
 _BOOLEANS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 _READ_HERE = (
     "TRANSPORT", "RAIL", "RANKS_PER_NODE", "HOST", "CHECK_IDS", "PLAIN_KERNELS", "TEST_GATE", "LOG", "EMULATION",
-    "LAUNCHED_BY", "COMMIT", "FALLBACK", "CHILDREN", "RANGES", "DUMP", "CONTROL",
+    "LAUNCHED_BY", "COMMIT", "FALLBACK", "CHILDREN", "RANGES", "DUMP",
 )  # fmt: skip
 KNOWN = {_PREFIX, f"{_PREFIX}_CUDA_ARCHS", *(f"{_PREFIX}_{name}" for name in _READ_HERE)}
 _AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
@@ -78,7 +76,6 @@ class Settings(NamedTuple):
     only_ranks: bool = False
     ranges: str | None = None
     dump: str | None = None
-    control: str | None = None
 
 
 class Launcher(NamedTuple):
@@ -133,7 +130,6 @@ def _parsed(values: tuple[str | None, ...]) -> Settings:
         only_ranks=only_ranks,
         ranges=_choice("EP_PLUGIN_RANGES", RANGES),
         dump=_value("EP_PLUGIN_DUMP"),
-        control=_choice("EP_PLUGIN_CONTROL", CONTROLS),
     )
 
 

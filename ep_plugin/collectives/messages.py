@@ -25,7 +25,6 @@ from ep_plugin import _C, env
 from ep_plugin.collectives.backends.messages import CudaMessages
 from ep_plugin.collectives.control import take_set
 from ep_plugin.errors import CommunicatorClosed, EpPluginError, NotSupported, PeerTimeout
-from ep_plugin.ranges import NOTHING
 from ep_plugin.runtime.faults import disagreement
 from ep_plugin.runtime.group import GroupEngine
 from ep_plugin.runtime.streams import LaneStreams, Streams, kernels_for
@@ -219,7 +218,7 @@ class MessageEngine(GroupEngine):
         self._waiters.append(threading.get_ident())
         call = self.call_log.begin("send-receive", "wait", started.call.nbytes, started.call)
         try:
-            with self._range(self._range_name("send-receive", "wait", call.nbytes)) if self._range else NOTHING:
+            with self.ranged("send-receive", "wait", call.nbytes):
                 arrived = self._wait_for_all(started, timeout)
             call.end()
             if not arrived:

@@ -23,7 +23,7 @@ from ep_plugin.errors import NotSupported
 from ep_plugin.moe.arguments import check_tensors
 from ep_plugin.moe.communicator import MoECommunicator
 from ep_plugin.moe.registry import communicator
-from ep_plugin.runtime.tensors import call_of
+from ep_plugin.runtime.tensors import KnownCalls, call_of
 from ep_plugin.transport.groups import Group
 
 
@@ -81,6 +81,7 @@ class Buffer(LowLatencyCalls, SharedCommunicators):
                 f"{self._nodes.num_nodes} nodes; dispatch and combine serve such groups"
             )
         super().__init__()
+        self._known = KnownCalls()
         if low_latency_mode:
             self._reserve(num_rdma_bytes)
 

@@ -141,14 +141,6 @@ def _last_sources(comm: MoECommunicator) -> torch.Tensor:
 # -- low latency -----------------------------------------------------------------------------------------------------
 
 
-def low_latency_parts(layout: Any, plan: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return src_info and layout_range of a plan. layout: the plan's _C.LlPlanLayout. rows: rows of each expert."""
-    local = (layout.rows - layout.src_info) // rows
-    words = (layout.src_tokens - layout.layout_range) // local
-    ranges = plan.as_strided((local, words), (words, 1), layout.layout_range)
-    return plan.as_strided((local, rows), (rows, 1), layout.src_info), ranges.view(torch.int64)
-
-
 def parts_of(handle: Any) -> LowLatencyHandle:
     """Return the parts of a low-latency handle. ValueError for anything else."""
     parts = tuple(handle) if isinstance(handle, (tuple, list)) else ()

@@ -6,6 +6,7 @@ E_l = E / R on this rank, R ranks, N = R * T_max rows of each expert.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -19,17 +20,11 @@ from ep_plugin.deep_ep.shared import device_of
 from ep_plugin.deep_ep.utils.event import EventOverlap, ordered
 from ep_plugin.errors import NotSupported
 from ep_plugin.moe.communicator import MoECommunicator
-from ep_plugin.moe.in_flight import Operation, Work, untraced
-from ep_plugin.moe.layout import DispatchResult
-from ep_plugin.moe.low_latency.combine import LowLatencyCombine
-from ep_plugin.moe.low_latency.dispatch import LowLatencyDispatch
+from ep_plugin.moe.in_flight import Work, untraced
 from ep_plugin.moe.low_latency.engine import slots_of
-from ep_plugin.runtime.tensors import KnownCalls, call_of
+from ep_plugin.moe.low_latency.in_flight import LowLatencyCall
 
 Hook: TypeAlias = Callable[[], None]
-
-_DISPATCH, _COMBINE = LowLatencyDispatch.kind, LowLatencyCombine.kind
-_NUM_RESULTS = len(DispatchResult._fields)
 
 
 class LowLatencyCalls(LowLatencyMemory):
@@ -40,10 +35,6 @@ class LowLatencyCalls(LowLatencyMemory):
     collective. It is kept until ``destroy()``. Two dispatches and two combines may be un-received; a third is a
     ValueError.
     """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._known = KnownCalls()
 
     @staticmethod
     def get_low_latency_rdma_size_hint(
@@ -117,9 +108,9 @@ class LowLatencyCalls(LowLatencyMemory):
         _check_async(async_finish, return_recv_hook)
         given = x, topk_idx, cumulative_local_expert_recv_stats, dispatch_wait_recv_cost_stats
         settings = num_max_dispatch_tokens_per_rank, num_experts, use_fp8, round_scale, use_ue8m0
-        comm = None if async_finish else self._opened(x, num_max_dispatch_tokens_per_rank, None, num_experts)
+        comm = self._opened(x, num_max_dispatch_tokens_per_rank, None, num_experts)
         if comm is not None:
-            made, *rest = _run_in_c(comm, _DISPATCH, (*given, *settings), return_recv_hook)
+            made, *rest = _run_in_c(comm, "dispatch", (*given, *settings), async_finish, return_recv_hook)
             if made is not None:
                 return (*made, *rest)
         return self._dispatch_low_latency(given, settings, async_finish, return_recv_hook)
@@ -128,40 +119,32 @@ class LowLatencyCalls(LowLatencyMemory):
     def _dispatch_low_latency(
         self, given: tuple[Any, ...], settings: tuple[Any, ...], async_finish: bool, return_recv_hook: bool
     ) -> tuple[Any, torch.Tensor, LowLatencyHandle, EventOverlap, Hook | None]:
-        """Run a dispatch by Python, and let C run the next one like it."""
+        """Run a dispatch after a check of its arguments."""
         x, topk_idx, cumulative, wait_cost = given
         max_tokens, num_experts, use_fp8, round_scale, use_ue8m0 = settings
-        form = _C.form_of(x, topk_idx, None, None, cumulative, wait_cost)
-        call = call_of(form, "dispatch", *settings)
-        if not self._known.find(call):
-            arguments.check_max_tokens(max_tokens)
-            arguments.check_experts(num_experts, self.group_size)
-            arguments.check_low_latency_dispatch(x, topk_idx, max_tokens, num_experts, use_fp8)
-            self._check_stats(
-                num_experts, cumulative_local_expert_recv_stats=cumulative, dispatch_wait_recv_cost_stats=wait_cost
-            )
+        arguments.check_max_tokens(max_tokens)
+        arguments.check_experts(num_experts, self.group_size)
+        arguments.check_low_latency_dispatch(x, topk_idx, max_tokens, num_experts, use_fp8)
+        self._check_stats(
+            num_experts, cumulative_local_expert_recv_stats=cumulative, dispatch_wait_recv_cost_stats=wait_cost
+        )
         arguments.check_ids(topk_idx, num_experts)
         quantize = arguments.quantized_as(use_fp8, round_scale, use_ue8m0)
         hidden = x.shape[1]
         comm = self._open(max_tokens, hidden, num_experts, x.device)
         rows = self.group_size * max_tokens
 
-        def make() -> Operation:
+        def make() -> LowLatencyCall:
             ids = topk_idx.contiguous()
-            operation: Any = comm.new_dispatch(
+            call: LowLatencyCall = comm.new_dispatch(
                 x, ids, None, None, rows, quantize, [], comm.number, cumulative=cumulative, wait_cost=wait_cost
             )
-            if ids is topk_idx:
-                operation.buffer_call = form, settings
-            return operation
+            flags = map(bool, settings[2:])
+            call.buffer_rest = ids, cumulative, wait_cost, int(max_tokens), int(num_experts), *flags
+            return call
 
-        results, event, hook = _run(comm, make, given, async_finish, return_recv_hook)
-        self._known.remember(call)
-        out = DispatchResult(*results[:_NUM_RESULTS])
-        plan = results[_NUM_RESULTS + 1]
-        parts = handles.low_latency_parts(comm.engine.plan_layout(max_tokens, topk_idx.shape[1]), plan, rows)
-        received = out.tokens if out.scales is None else (out.tokens, out.scales)
-        return received, out.expert_counts, (*parts, max_tokens, hidden, num_experts), event, hook
+        made, event, hook = _run(comm, make, given, async_finish, return_recv_hook)
+        return *made, event, hook
 
     @untraced
     def low_latency_combine(
@@ -200,9 +183,9 @@ class LowLatencyCalls(LowLatencyMemory):
         src_info, layout_range, *sizes = handles.parts_of(handle)
         given = x, topk_weights, topk_idx, src_info, layout_range, out, combine_wait_recv_cost_stats
         settings = *sizes, use_logfmt
-        comm = None if async_finish or zero_copy else self._opened(x, *sizes)
+        comm = None if zero_copy else self._opened(x, *sizes)
         if comm is not None:
-            made, *rest = _run_in_c(comm, _COMBINE, (*given, *settings), return_recv_hook)
+            made, *rest = _run_in_c(comm, "combine", (*given, *settings), async_finish, return_recv_hook)
             if made is not None:
                 return (made, *rest)
         return self._combine_low_latency(given, settings, zero_copy, async_finish, return_recv_hook)
@@ -216,33 +199,28 @@ class LowLatencyCalls(LowLatencyMemory):
         async_finish: bool,
         return_recv_hook: bool,
     ) -> tuple[torch.Tensor, EventOverlap, Hook | None]:
-        """Run a combine by Python, and let C run the next one like it."""
+        """Run a combine after a check of its arguments."""
         x, topk_weights, topk_idx, src_info, layout_range, out, wait_cost = given
         max_tokens, hidden, num_experts, use_logfmt = settings
         handle = src_info, layout_range, max_tokens, hidden, num_experts
-        form = _C.form_of(x, topk_weights, None, *given[2:])
-        call = call_of(form, "combine", *settings, zero_copy)
-        if not self._known.find(call):
-            handles.check_low_latency(handle, self.group_size)
-            arguments.check_low_latency_combine(x, topk_idx, topk_weights, out, handle, use_logfmt)
-            self._check_stats(num_experts, combine_wait_recv_cost_stats=wait_cost)
+        handles.check_low_latency(handle, self.group_size)
+        arguments.check_low_latency_combine(x, topk_idx, topk_weights, out, handle, use_logfmt)
+        self._check_stats(num_experts, combine_wait_recv_cost_stats=wait_cost)
         arguments.check_ids(topk_idx, num_experts)
         comm = self._open(max_tokens, hidden, num_experts, x.device)
         plan = handles.plan_behind(src_info, comm.engine.plan_layout(max_tokens, topk_idx.shape[1]))
         rows = self._combine_buffer(handle, sends=True) if zero_copy else x
 
-        def make() -> Operation:
+        def make() -> LowLatencyCall:
             weights, ids = topk_weights.contiguous(), topk_idx.contiguous()
             sent = rows, weights, None, None, False, (ids, plan), comm.number
-            operation: Any = comm.new_combine(*sent, out=out, logfmt=use_logfmt, wait_cost=wait_cost)
-            if ids is topk_idx and weights is topk_weights and rows is x:
-                operation.buffer_call = form, settings
-            return operation
+            call: LowLatencyCall = comm.new_combine(*sent, out=out, logfmt=use_logfmt, wait_cost=wait_cost)
+            sizes = int(max_tokens), int(hidden), int(num_experts), bool(use_logfmt)
+            call.buffer_rest = weights, ids, src_info, layout_range, out, wait_cost, *sizes
+            return call
 
         reads = (rows, topk_idx, topk_weights, plan, out, wait_cost)
-        results, event, hook = _run(comm, make, reads, async_finish, return_recv_hook)
-        self._known.remember(call)
-        return results[0], event, hook
+        return _run(comm, make, reads, async_finish, return_recv_hook)
 
     @untraced
     def get_next_low_latency_combine_buffer(self, handle: LowLatencyHandle) -> torch.Tensor:
@@ -279,49 +257,49 @@ class LowLatencyCalls(LowLatencyMemory):
 
 
 def _run_in_c(
-    comm: MoECommunicator, kind: int, given: tuple[Any, ...], halves: bool
+    comm: MoECommunicator, name: str, given: tuple[Any, ...], async_finish: bool, halves: bool
 ) -> tuple[Any, EventOverlap, Hook | None]:
-    """Run an operation like an earlier one by C. Returns as `_run`, but no results if Python must run the operation."""
-    functions, event = comm.engine.in_c, EventOverlap()
-    if not halves:
-        return (functions.buffer_dispatch, functions.buffer_combine)[kind](*given), event, None
-    start = (functions.start_buffer_dispatch, functions.start_buffer_combine)[kind]
-    started = comm.in_flight.start_in_c(kind, start, *given)
-    return (None, event, None) if started is None else (started.made(), event, _hook(comm, started))
+    """Run an operation like an earlier one. Return as `_run`, but no results if C does not know such a call."""
+    if halves:
+        start = getattr(comm.engine.in_c, f"start_buffer_{name}")
+        started = comm.in_flight.start_in_c(start, *given)
+        return (None, EventOverlap(), None) if started is None else _started(comm, started)
+    function = getattr(comm.engine.in_c, f"buffer_{name}")
+    if not async_finish:
+        return function(*given), EventOverlap(), None
+    made, event = ordered(lambda: (function(*given),), comm.engine.device, given, None, True, False)
+    return made, event, None
 
 
 def _run(
-    comm: MoECommunicator, make: Callable[[], Operation], reads: tuple[Any, ...], async_finish: bool, halves: bool
+    comm: MoECommunicator,
+    make: Callable[[], LowLatencyCall],
+    reads: tuple[Any, ...],
+    async_finish: bool,
+    halves: bool,
 ) -> tuple[Any, EventOverlap, Hook | None]:
     """Run the operation that `make` makes, with `halves` only its send half.
 
-    Returns its results, the event, and with `halves` the hook of the receive half.
+    Returns what C makes, the event, and with `halves` the hook of the receive half.
     """
-    device: torch.device = comm.engine.device
-    if not halves:
-        *results, event = ordered(lambda: comm.in_flight.run(make()), device, reads, None, async_finish, False)
-        return tuple(results), event, None
-    started = comm.in_flight.start(make())
-    return started.results(), EventOverlap(), _hook(comm, started)
+    if halves:
+        return _started(comm, comm.in_flight.start(make()))
+    made, event = ordered(lambda: (comm.in_flight.run(make()),), comm.engine.device, reads, None, async_finish, False)
+    return made, event, None
 
 
-def _hook(comm: MoECommunicator, started: Operation | _C.StartedOperation) -> Hook:
-    """Return a function whose first call receives `started` on the current stream. Several threads may call it."""
+def _started(comm: MoECommunicator, started: _C.StartedOperation) -> tuple[Any, EventOverlap, Hook]:
+    """Return what C has made, an event, and a function whose first call receives `started` on the current stream.
 
-    def receive() -> object:
-        if isinstance(started, _C.StartedOperation):
-            return comm.in_flight.receive(started, collect)
-        return collect()
-
-    def collect() -> object:
-        return comm.in_flight.collect(started.number)
-
-    work = Work(started, receive)
+    Several threads may call the function.
+    """
+    collect = functools.partial(comm.in_flight.collect, started.number)
+    work = Work[object](started, functools.partial(comm.in_flight.receive, started, collect))
 
     def hook() -> None:
         work.wait()
 
-    return hook
+    return started.made(), EventOverlap(), hook
 
 
 def _check_async(async_finish: bool, return_recv_hook: bool) -> None:

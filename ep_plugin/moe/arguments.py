@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ep_plugin import _C, env
+from ep_plugin import _C
 from ep_plugin.config import ROW_ALIGNMENT_BYTES, MoECommunicatorConfig
 from ep_plugin.dtypes import DTYPE_CODES, DTYPES, ELEMENTS, QUANTIZABLE, QUANTIZED, QUANTIZED_BY_MODE, weight_dtype
 from ep_plugin.moe.layout import DispatchCall, DispatchHandle, Engine, Routing
@@ -305,10 +305,9 @@ def _check_ids(engine: Engine, ids: torch.Tensor, tokens: int) -> None:
 
 def check_id_values(engine: Engine, ids: torch.Tensor) -> None:
     """Checks that ids ``[T, K]`` name known experts, none twice for a token. It does so on CPUs, and on GPUs with
-    EP_PLUGIN_CHECK_IDS=1."""
-    on_cpu = engine.device.type == "cpu"
-    if on_cpu or (env.check_ids() and not engine.streams.capturing()):
-        _check_id_values(engine, ids if on_cpu else ids.cpu())
+    EP_PLUGIN_CHECK_IDS=1 at the communicator's construction."""
+    if engine.checks_ids and not engine.streams.capturing():
+        _check_id_values(engine, ids.cpu())
 
 
 def _check_id_values(engine: Engine, ids: torch.Tensor) -> None:

@@ -27,11 +27,11 @@ from ep_plugin.moe.arguments import as_weights, check_quantize, check_tensors
 from ep_plugin.moe.high_throughput.combine import Combine
 from ep_plugin.moe.high_throughput.dispatch import Dispatch
 from ep_plugin.moe.high_throughput.engine import HighThroughputEngine
-from ep_plugin.moe.in_flight import CombineWork, DispatchWork, InFlight, Operation, Work, untraced
+from ep_plugin.moe.in_flight import CombineWork, DispatchWork, InFlight, Work, untraced
 from ep_plugin.moe.layout import NOTHING, DispatchHandle, DispatchOutput, DispatchResult, HandleSizes
 from ep_plugin.moe.low_latency.combine import LowLatencyCombine
 from ep_plugin.moe.low_latency.dispatch import LowLatencyDispatch
-from ep_plugin.moe.low_latency.engine import InC, LowLatencyEngine
+from ep_plugin.moe.low_latency.engine import NO_FUNCTIONS, LowLatencyEngine
 from ep_plugin.moe.low_latency.in_flight import LowLatencyInFlight
 from ep_plugin.moe.registry import register, shared_communicator
 from ep_plugin.moe.statistics import LoadStats, Sums
@@ -83,9 +83,9 @@ class MoECommunicator:
         resolved = resolve_device(group, device)
         self.engine: Any = None  # HighThroughputEngine or LowLatencyEngine
         self.in_flight: Any = None  # InFlight or LowLatencyInFlight
-        self.new_dispatch: Callable[..., Operation]
+        self.new_dispatch: Callable[..., Any]  # an Operation or a LowLatencyCall
         """Makes the operation of a dispatch from its operator's arguments."""
-        self.new_combine: Callable[..., Operation]
+        self.new_combine: Callable[..., Any]
         self.handle_sizes: HandleSizes  # not in mode="ll"
         self.num_routing = _NUM_ROUTING
         """The number of a handle's tensors that operations need: all, or in mode="ll" topk_ids and the plan."""
@@ -93,14 +93,18 @@ class MoECommunicator:
         """The facts that operations over several nodes share; None on one node."""
         sizes = self._open_low_latency(group, resolved) if config.mode == "ll" else self._open(group, resolved)
         self.number = register(self, sizes)
-        self._in_c = self.operators_in_c = InC()
-        control = self.engine.control
+        self._in_c = self.operators_in_c = NO_FUNCTIONS
+        control: Any = self.engine.control
         control.set_number(self.number)
         if self.config.mode == "ll":
             self._in_c = self.engine.in_c
         elif self.nodes is None:
-            self._in_c = InC(control.dispatch_function(), control.combine_function())
-            self.operators_in_c = InC(control.dispatch_operator(), control.combine_operator())
+            self._in_c = NO_FUNCTIONS._replace(
+                dispatch=control.dispatch_function(), combine=control.combine_function()
+            )
+            self.operators_in_c = NO_FUNCTIONS._replace(
+                dispatch=control.dispatch_operator(), combine=control.combine_operator()
+            )
 
     def _open(self, group: dist.ProcessGroup, device: torch.device) -> str:
         """Makes the parts of a high-throughput communicator. Returns a key of all that its results' sizes depend on."""
@@ -329,7 +333,7 @@ class MoECommunicator:
             A work whose `wait()` returns what `dispatch` does.
         """
         given = (x, topk_ids, topk_weights, scales, previous_handle, capacity, quantize)
-        work = self._start_in_c(LowLatencyDispatch.kind, self._in_c.start_dispatch, self._dispatch, given)
+        work = self._start_in_c(self._in_c.start_dispatch, self._dispatch, given)
         if work is not None:
             return work
         started = self.in_flight.start(self.new_dispatch(*self._dispatch_arguments(*given)))
@@ -353,7 +357,7 @@ class MoECommunicator:
             A work whose `wait()` returns what `combine` does.
         """
         given = (y, handle, weights, bias)
-        work = self._start_in_c(LowLatencyCombine.kind, self._in_c.start_combine, self._combine, given)
+        work = self._start_in_c(self._in_c.start_combine, self._combine, given)
         if work is not None:
             return work
         started = self.in_flight.start(self.new_combine(*self._combine_arguments(*given)))
@@ -454,13 +458,13 @@ class MoECommunicator:
         return ops.combine(*self._combine_arguments(*given), started)[0]
 
     def _start_in_c(
-        self, kind: int, start: Callable[..., Any], collect: Callable[..., Any], given: tuple[Any, ...]
+        self, start: Callable[..., Any], collect: Callable[..., Any], given: tuple[Any, ...]
     ) -> Work[Any] | None:
-        """Starts an operation by `start`, a function of C. None: Python must start it.
+        """Starts an operation by `start`, a function of C. None: Python must check the call or take it.
 
         collect: `_dispatch` or `_combine`, for works that C cannot receive.
         """
-        started = None if self.config.mode != "ll" else self.in_flight.start_in_c(kind, start, *given)
+        started = None if self.config.mode != "ll" else self.in_flight.start_in_c(start, *given)
         if started is None:
             return None
         by_python = functools.partial(collect, started.number, *given)

@@ -141,6 +141,7 @@ class Engine(Protocol):
     config: MoECommunicatorConfig
     device: torch.device
     streams: Streams
+    checks_ids: bool
     size: int
     local_experts: int
     flat: bool

@@ -19,9 +19,9 @@ from torch._compile import _disable_dynamo
 from ep_plugin.moe import autograd, inductor
 from ep_plugin.moe.arguments import check_devices
 from ep_plugin.moe.high_throughput.dispatch import empty_rows
-from ep_plugin.moe.in_flight import Operation, Tensors
+from ep_plugin.moe.in_flight import Tensors
 from ep_plugin.moe.layout import DispatchCall
-from ep_plugin.moe.low_latency.dispatch import check_capacity, empty_result
+from ep_plugin.moe.low_latency.dispatch import check_capacity, fake_result
 from ep_plugin.moe.low_latency.engine import LowLatencyEngine
 from ep_plugin.moe.registry import communicator
 from ep_plugin.runtime.tensors import PLAIN, is_lazy, is_traced
@@ -31,7 +31,7 @@ _library = torch.library.Library("ep_plugin", "DEF")
 
 def _operator(
     schema: str,
-    new: Callable[[Any], Callable[..., Operation]],
+    new: Callable[[Any], Callable[..., Any]],
     fake: Callable[..., Tensors],
     save: Callable[..., None],
     backward: Callable[..., tuple[torch.Tensor | None, ...]],
@@ -137,7 +137,7 @@ def _fake_low_latency_dispatch(engine: LowLatencyEngine, *inputs: Any) -> Tensor
         per_expert = engine.rows_of_plan(previous[1].shape[0], K)
     elif capacity is None:
         per_expert = check_capacity(engine, None, None)
-    result = empty_result(engine, x, quantize, per_expert)
+    result = fake_result(engine, x, quantize, per_expert)
     if previous:
         return result
     plan = x.new_empty((engine.plan_words(T, K, per_expert),), dtype=torch.int32)

@@ -131,11 +131,7 @@ class BaseEngine(ABC):
         `_C.CallLog.begin`.
         """
         with self.lock, on_device(self.device):
-            if self.device in running:  # the lock lets its thread in again
-                raise EpPluginError(
-                    f"{self.name}: expected no operation during one of {running[self.device].name}, got {what} in the "
-                    "handler of a signal"
-                )
+            self._check_not_running(what)
             if self._error is None and not self.closed:
                 self.last_call = self.call_log.begin(what, part, nbytes, continues)
             self.check()
@@ -145,7 +141,7 @@ class BaseEngine(ABC):
             self._captured |= bool(self.streams.capturing())
             try:
                 running[self.device] = self
-                with self._range(self._range_name(what, part, nbytes)) if self._range else NOTHING:
+                with self.ranged(what, part, nbytes):
                     result = operation(self, *args)
                 call.end()
                 return result
@@ -160,6 +156,18 @@ class BaseEngine(ABC):
                 if self._to_close:
                     self.close()
 
+    def check_turn(self, what: str) -> None:
+        """Raises an error if an operation cannot run now. Call it with the lock."""
+        self._check_not_running(what)
+        self.check()
+
+    def _check_not_running(self, what: str) -> None:
+        if self.device in running:  # the lock lets its thread in again
+            raise EpPluginError(
+                f"{self.name}: expected no operation during one of {running[self.device].name}, got {what} in the "
+                "handler of a signal"
+            )
+
     def used_by_this_thread(self) -> None:
         """Remembers the calling thread: if an exception ends it, peers abort."""
         self.used_by.add(threading.current_thread())
@@ -170,8 +178,16 @@ class BaseEngine(ABC):
             self.settle()  # kernels still use memory that the caller would give back
         self._fail(error, what)
 
-    def _range_name(self, what: str, part: str, nbytes: int) -> str:
-        return f"{what}{part and f' ({part})'} of {self._announced_name}, {nbytes} bytes"
+    @property
+    def has_ranges(self) -> bool:
+        """Whether profilers see operations as ranges."""
+        return self._range is not None
+
+    def ranged(self, what: str, part: str, nbytes: int) -> contextlib.AbstractContextManager[Any]:
+        """Returns a range around an operation; nothing if profilers see none."""
+        if self._range is None:
+            return NOTHING
+        return self._range(f"{what}{part and f' ({part})'} of {self._announced_name}, {nbytes} bytes")
 
     def settle(self) -> None:
         """Orders the caller's stream after all that is enqueued."""

@@ -73,6 +73,7 @@ class GroupEngine(BaseEngine):
         within: the exchange between the ranks of this node.
         rails: this rank's connections to other nodes.
         sharing: the number of ranks in the group that use this rank's device, itself included.
+        checks_ids: whether dispatches check expert ids.
         state: the device memory of this communicator's kernels, uint8.
         kernels: the kernel table of the device.
         group_boards: `boards` if the group spans nodes.
@@ -99,6 +100,7 @@ class GroupEngine(BaseEngine):
             within = self.within = Exchange(group, self.timeout_s, ranks=self.node_ranks)
             self._resources.callback(within.close)
         self.state = torch.zeros(_C.state_bytes, dtype=torch.uint8, device=self.device)
+        self.checks_ids = self.device.type == "cpu" or env.check_ids()
         try:
             self._construct_node(*given)
         except BaseException as error:

@@ -85,6 +85,14 @@ def check_memory(name: str, tensor: torch.Tensor) -> None:
     check_storage(name, tensor)
 
 
+def as_plain(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a tensor that has passed `check_memory`, as an object whose class is no subclass."""
+    if type(tensor) in PLAIN:
+        return tensor
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.as_subclass(torch.Tensor)
+
+
 class KnownCalls:
     """Keeps the calls that were checked, and what follows from their arguments.
 

@@ -41,8 +41,6 @@ KERNELS = [
     "combine_add",
     "add_counts",
     "layout",
-    "ll_dispatch",
-    "ll_combine",
     "send_message",
     "receive_message",
     "load_message_kernels",

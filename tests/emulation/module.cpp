@@ -41,8 +41,6 @@ PYBIND11_MODULE(_simt, m) {
   bind(m, "combine_add", table.combine_add);
   bind(m, "add_counts", table.add_counts);
   bind(m, "layout", table.layout);
-  bind(m, "ll_dispatch", table.ll_dispatch);
-  bind(m, "ll_combine", table.ll_combine);
   bind(m, "all_gather", &ep::cuda::all_gather);
   bind(m, "small_exchange", &ep::cuda::small_exchange);
   bind(m, "reduce_scatter", &ep::cuda::reduce_scatter);

@@ -98,9 +98,9 @@ def _left_by_a_fault(rank: int, gate: str) -> None:
     given = (x, ids, None, None, None, None, [], comm.number)
     dispatch = LowLatencyDispatch(comm.engine, *given)
     if gate == "ll_dispatch_send":
-        _fails(comm, dispatch, gate)
+        started = _fails(comm, dispatch, gate)
         if rank:
-            left = DispatchResult(*dispatch.results()[:8])
+            left = DispatchResult(*started.results()[:8])
             assert not left.expert_counts.any() and not left.expert_offsets.any()
         return
     results = comm.in_flight.run(dispatch)
@@ -110,14 +110,17 @@ def _left_by_a_fault(rank: int, gate: str) -> None:
     assert (sums.view(torch.uint8) == 0xFF).all()
 
 
-def _fails(comm: MoECommunicator, operation: Any, gate: str) -> None:
+def _fails(comm: MoECommunicator, call: Any, gate: str) -> Any:
     if comm.rank == 0:
         _die_in(comm, gate)
     comm.engine.exchange.barrier("test")  # so that the victim alone is late
     comm.engine.comm.timeout_ns = int(DEADLINE_S * 1e9)
+    started = None
     with pytest.raises(PeerTimeout):
-        comm.in_flight.run(operation)
+        started = comm.in_flight.start(call)
+        comm.in_flight.collect(started.number)
         finish(comm)
+    return started
 
 
 @pytest.mark.deadline

@@ -35,16 +35,8 @@ def test_plain_kernels_change_nothing() -> None:
 
 
 @pytest.mark.gpu(1)
-@pytest.mark.parametrize("name", low_latency.WHOLE)
-def test_cases_of_calls_that_c_starts(name: str) -> None:
-    size = low_latency.RANKS.get(name, 2)
-    values(run_ranks(size, low_latency.run_case, size, name, timeout_s=280, env={"EP_PLUGIN_CONTROL": "c"}))
-
-
-@pytest.mark.gpu(1)
-@pytest.mark.parametrize("control", ["python", "c"])
-def test_every_row_of_hundreds_of_calls(control: str) -> None:
-    values(run_ranks(3, low_latency.many, 3, 500, timeout_s=280, env={"EP_PLUGIN_CONTROL": control}))
+def test_every_row_of_hundreds_of_calls() -> None:
+    values(run_ranks(3, low_latency.many, 3, 500, timeout_s=280))
 
 
 @pytest.mark.gpu(1)

@@ -1,4 +1,4 @@
-"""``Buffer``'s low-latency calls by C: the same bits as by Python, and every call that C must leave to Python."""
+"""``Buffer``'s low-latency calls by C: bits of known forms, and every call that Python must check again."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from ep_plugin import deep_ep
 from ep_plugin.errors import CommunicatorClosed
-from tests.moe.in_c_cases import calls_of, defined_rows
+from tests.moe.in_c_cases import Checks, calls_of, defined_rows
 from tests.moe.moe_cases import named, on_ranks
 
 FORMATS: dict[str, dict[str, bool]] = {
@@ -23,6 +23,10 @@ FORMATS: dict[str, dict[str, bool]] = {
     "e4m3_ue8m0": {"round_scale": True, "use_ue8m0": True},
 }
 EXPERTS, TOPK, MOST = 4, 2, 12
+
+
+class _Subclass(torch.Tensor):
+    pass
 
 
 def _buffer() -> deep_ep.Buffer:
@@ -68,9 +72,10 @@ def _received(made: Any) -> Any:
 
 
 def _both(rank: int, size: int) -> None:
-    """The first call of a form is Python's. Each Buffer counts in statistics of its own."""
-    python, c = both = _buffer(), _buffer()
-    python._opened = lambda *_: None  # type: ignore[method-assign]
+    """A Buffer that checks every call, beside one that checks the first of a form. Each has statistics of its own."""
+    checked, _ = both = _buffer(), _buffer()
+    checks = Checks()
+    checked._opened = lambda *_: None  # type: ignore[method-assign]
     generator = torch.Generator().manual_seed(rank)
     counters = [(torch.zeros(EXPERTS // size, dtype=torch.int32), torch.zeros(size, dtype=torch.int64)) for _ in both]
     for name, how in FORMATS.items():
@@ -82,7 +87,7 @@ def _both(rank: int, size: int) -> None:
             stats = counters if counts else [(None, None)] * 2
             for turn in range(3):
                 with named((name, counts, halves, id_dtype, turn)):
-                    before = _calls(c)
+                    before = checks.num
                     x, ids, weights = _tokens(generator, 9, 640)
                     ids = ids.to(id_dtype)
                     made = [
@@ -90,20 +95,18 @@ def _both(rank: int, size: int) -> None:
                         for one, of in zip(both, stats, strict=True)
                     ]
                     _same_dispatches(*made, name != "bfloat16")
-                    assert turn == 0 or _calls(c) - before == 1 + halves
                     assert type(made[0][3]) is type(made[1][3])
                     if name == "bfloat16":
-                        _same_combines(both, made, ids, weights, [of[1] for of in stats], halves, turn)
+                        _same_combines(both, made, ids, weights, [of[1] for of in stats], halves)
+                    assert turn == 0 or checks.num == before
     assert torch.equal(counters[0][0], counters[1][0]) and int(counters[1][0].sum()) > 0
     assert all(bool((costs >= 0).all()) for _, costs in counters)
     for one in both:
         one.destroy()
 
 
-def _same_combines(
-    both: Any, made: Any, ids: torch.Tensor, weights: torch.Tensor, costs: Any, halves: bool, turn: int
-) -> None:
-    before, out = _calls(both[1]), torch.empty(9, 640, dtype=torch.bfloat16)
+def _same_combines(both: Any, made: Any, ids: torch.Tensor, weights: torch.Tensor, costs: Any, halves: bool) -> None:
+    out = torch.empty(9, 640, dtype=torch.bfloat16)
     fewer = ids.masked_fill(torch.arange(18).view(9, 2) % 5 == 0, -1)
     for how in ({}, {"out": out}, {"use_logfmt": True}):
         sums = []
@@ -116,38 +119,39 @@ def _same_combines(
             assert (result[0] is out) == ("out" in how)
             sums.append(result[0].clone())
         assert torch.equal(*sums), how
-    assert turn == 0 or _calls(both[1]) - before == 3 * (1 + halves)
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_c_and_python_make_the_same_bits(size: int) -> None:
+def test_checked_and_known_calls_make_the_same_bits(size: int) -> None:
     on_ranks(size, _both)
 
 
-def _left_to_python(rank: int, size: int) -> None:
-    buffer, generator = _buffer(), torch.Generator().manual_seed(3)
+def _checked_again(rank: int, size: int) -> None:
+    """After calls of a known form: each of these is checked again, and is right or refused."""
+    buffer, checks, generator = _buffer(), Checks(), torch.Generator().manual_seed(3)
     x, ids, weights = _tokens(generator, 8)
     for _ in range(3):
         y, _, handle, _, _ = buffer.low_latency_dispatch(x, ids, MOST, EXPERTS, use_fp8=False)
         expected = buffer.low_latency_combine(y.nan_to_num(), ids, weights, handle)[0]
         buffer.low_latency_dispatch(x, ids, MOST, EXPERTS)
     y = y.nan_to_num()
-    before = _calls(buffer)
-    buffer.low_latency_dispatch(x, ids, MOST, EXPERTS)
-    buffer.low_latency_combine(y, ids, weights, handle)
-    assert _calls(buffer) == before + 2
 
-    def is_left(what: str, call: Callable[[], Any], refused: str = "") -> Any:
-        before = _calls(buffer)
+    def is_checked(what: str, call: Callable[[], Any], refused: str = "", times: int = 1) -> Any:
+        before = checks.num
         with named(what):
             made = None
             if refused:
+                ran = _calls(buffer)
                 with pytest.raises(ValueError, match=refused):
                     call()
+                assert _calls(buffer) == ran
             else:
                 made = call()
-            assert _calls(buffer) == before
+                assert checks.num == before + times
         return made
+
+    def is_known(what: str, call: Callable[[], Any]) -> Any:
+        return is_checked(what, call, times=0)
 
     def dispatch(*given: Any, **how: Any) -> Callable[[], Any]:
         return lambda: buffer.low_latency_dispatch(*(given + (x, ids, MOST, EXPERTS)[len(given) :]), **how)
@@ -155,49 +159,54 @@ def _left_to_python(rank: int, size: int) -> None:
     def combine(*given: Any, **how: Any) -> Callable[[], Any]:
         return lambda: buffer.low_latency_combine(*(given + (y, ids, weights, handle)[len(given) :]), **how)
 
-    is_left("an unknown id", dispatch(x, ids + 4), "topk_idx: expected ids from -1 to 3, got")
-    is_left("a repeated id", dispatch(x, torch.zeros_like(ids)), "topk_ids: expected distinct experts")
-    is_left("other tokens", dispatch(x, ids, 7), "topk_idx: expected at most num_max_dispatch_tokens_per_rank=7")
-    is_left("another number of experts", dispatch(x, ids, MOST, -EXPERTS), "num_experts: expected")
-    is_left("a name", dispatch(x, ids, "12"), "num_max_dispatch_tokens_per_rank: expected")
-    is_left("no tensor", dispatch(None), "x: expected a tensor")
-    is_left("exponents alone", dispatch(use_ue8m0=True), "use_ue8m0: expected False")
-    is_left("an event", dispatch(async_finish=True))
-    is_left("an event of a combine", combine(async_finish=True))
-    is_left("ids in columns", dispatch(x, ids.t().contiguous().t()))
-    is_left("ids in columns, again", dispatch(x, ids.t().contiguous().t()))
-    is_left("weights in columns", combine(y, ids, weights.t().contiguous().t()))
-    assert torch.equal(is_left("weights in columns", combine(y, ids, weights.t().contiguous().t()))[0], expected)
+    is_checked("an unknown id", dispatch(x, ids + 4), "topk_idx: expected ids from -1 to 3, got")
+    is_checked("a repeated id", dispatch(x, torch.zeros_like(ids)), "topk_ids: expected distinct experts")
+    is_checked("other tokens", dispatch(x, ids, 7), "topk_idx: expected at most num_max_dispatch_tokens_per_rank=7")
+    is_checked("another number of experts", dispatch(x, ids, MOST, -EXPERTS), "num_experts: expected")
+    is_checked("a name", dispatch(x, ids, "12"), "num_max_dispatch_tokens_per_rank: expected")
+    is_checked("no tensor", dispatch(None), "x: expected a tensor")
+    is_checked("exponents alone", dispatch(use_ue8m0=True), "use_ue8m0: expected False")
+    is_known("an event", dispatch(async_finish=True))
+    is_known("an event of a combine", combine(async_finish=True))
+    is_known("a number for a flag", dispatch(use_fp8=1))
+    is_known("ids in columns, which are copied", dispatch(x, ids.t().contiguous().t()))
+    columns = combine(y, ids, weights.t().contiguous().t())
+    assert torch.equal(is_known("weights in columns, which are copied", columns)[0], expected)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
-        is_left("a profiler", dispatch())
-    is_left("an unknown id of a combine", combine(y, ids + 4), "topk_idx: expected ids from -1 to 3, got")
+        is_known("a profiler", dispatch())
+    torch.use_deterministic_algorithms(True)
+    try:
+        nobody = torch.full_like(ids, -1)
+        assert is_known("filled memory", dispatch(x, nobody, use_fp8=False))[0].isnan().all()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    is_checked("a subclass", dispatch(x.as_subclass(_Subclass), ids.as_subclass(_Subclass)))
+    is_checked("an unknown id of a combine", combine(y, ids + 4), "topk_idx: expected ids from -1 to 3, got")
     src_info, layout_range, *sizes = handle
     whole = src_info.untyped_storage()
     for words in (src_info.storage_offset(), 0):  # in memory of its own, and in memory that begins where the plan does
         place = torch.empty(words + src_info.numel(), dtype=torch.int32)[words:].view_as(src_info).copy_(src_info)
-        is_left("a copied handle", combine(y, ids, weights, (place, layout_range, *sizes)), "no copy")
+        is_checked("a copied handle", combine(y, ids, weights, (place, layout_range, *sizes)), "no copy")
     longer = torch.empty(whole.nbytes() // 4 + 1, dtype=torch.int32)
     moved = longer[src_info.storage_offset() :][: src_info.numel()].view_as(src_info).copy_(src_info)
-    is_left("a handle in other memory", combine(y, ids, weights, (moved, layout_range, *sizes)), "no copy")
+    is_checked("a handle in other memory", combine(y, ids, weights, (moved, layout_range, *sizes)), "no copy")
     fewer = y, ids[:, :1].contiguous(), weights[:, :1].contiguous()
-    is_left("a handle for another top-k", combine(*fewer), "for this topk_idx")
+    is_checked("a handle for another top-k", combine(*fewer), "for this topk_idx")
     small = y.clone()
     small.untyped_storage().resize_(y.nbytes - 1)
-    is_left("a storage that is too small", combine(small), "expected a storage")
+    is_checked("a storage that is too small", combine(small), "expected a storage")
     buffer.get_next_low_latency_combine_buffer(handle)[:] = y
-    assert torch.equal(is_left("zero copy", combine(zero_copy=True))[0], expected)
+    assert torch.equal(is_known("zero copy", combine(zero_copy=True))[0], expected)
+    is_checked("zero copy of other rows", combine(y[:1], zero_copy=True), "x: expected")
     costs = torch.zeros(size, dtype=torch.int64)  # a new form, whose first combine is without copies
     buffer.get_next_low_latency_combine_buffer(handle)[:] = y
-    is_left("zero copy of a new form", combine(zero_copy=True, combine_wait_recv_cost_stats=costs))
-    is_left("the same form with a copy", combine(combine_wait_recv_cost_stats=costs))
-    before = _calls(buffer)
-    assert torch.equal(combine(combine_wait_recv_cost_stats=costs)()[0], expected) and _calls(buffer) == before + 1
+    is_checked("zero copy of a new form", combine(zero_copy=True, combine_wait_recv_cost_stats=costs))
+    assert torch.equal(is_known("the same form", combine(combine_wait_recv_cost_stats=costs))[0], expected)
     wants = x.clone().requires_grad_()
-    before = _calls(buffer)
-    assert not dispatch(wants, use_fp8=False)()[0].requires_grad and _calls(buffer) == before + 1
+    assert not is_known("rows that need a gradient", dispatch(wants, use_fp8=False))[0].requires_grad
     first, second = dispatch(return_recv_hook=True)(), dispatch(return_recv_hook=True)()
-    is_left("a third dispatch", dispatch(return_recv_hook=True), "dispatch to be received .* 2 un-received")
-    is_left("a third dispatch in one", dispatch(), "dispatch to be received .* 2 un-received")
+    is_checked("a third dispatch", dispatch(return_recv_hook=True), "dispatch to be received .* 2 un-received")
+    is_checked("a third dispatch in one", dispatch(), "dispatch to be received .* 2 un-received")
     for one in (second, first):
         one[4]()
     buffer.destroy()
@@ -207,29 +216,28 @@ def _left_to_python(rank: int, size: int) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_what_c_leaves_to_python(size: int) -> None:
-    on_ranks(size, _left_to_python)
+def test_what_is_checked_again(size: int) -> None:
+    on_ranks(size, _checked_again)
 
 
 def _of_another_door(rank: int, size: int) -> None:
     """Forms that only MoECommunicator has checked, and takes, are unknown to a Buffer, which takes fewer."""
-    buffer, generator = _buffer(), torch.Generator().manual_seed(3)
+    buffer, checks, generator = _buffer(), Checks(), torch.Generator().manual_seed(3)
     x, ids, weights = _tokens(generator, 8)
     buffer.low_latency_dispatch(x, ids, MOST, EXPERTS, use_fp8=False)
     (comm,) = buffer._low_latency.values()
+    before = checks.num
     for rows in (x.half(), x):
         for _ in range(3):
-            before = calls_of(comm)
             out, _ = comm.dispatch(rows, ids, capacity=size * MOST)
-        assert calls_of(comm) == before + 1
-    before = calls_of(comm)
+    assert checks.num == before + 2
     with pytest.raises(ValueError, match="x: expected torch.bfloat16"):
         buffer.low_latency_dispatch(x.half(), ids, MOST, EXPERTS, use_fp8=False)
     tokens, _, handle, _, _ = buffer.low_latency_dispatch(x, ids, MOST, EXPERTS, use_fp8=False)
     assert len(handle) == 5 and handle[2:] == (MOST, 128, EXPERTS)
-    assert calls_of(comm) == before + 1
     out, routing = comm.dispatch(x, ids, capacity=size * MOST)
     assert type(out).__name__ == "DispatchOutput" and routing.topk_ids.dtype is torch.int32
+    assert checks.num == before + 2
     with pytest.raises(ValueError, match="handle: expected"):
         comm.combine(tokens, handle, weights)
     buffer.destroy()
@@ -305,15 +313,14 @@ def test_c_keeps_nothing() -> None:
 
 
 def _with_masks(rank: int, size: int) -> None:
-    """C runs the calls of a Buffer that masks ranks until it has a second size: then calls exchange their masks."""
+    """Calls of a Buffer that masks ranks go to C directly until it has a second size: then calls exchange masks."""
     buffer = deep_ep.Buffer(dist.group.WORLD, low_latency_mode=True, explicitly_destroy=True, enable_shrink=True)
     (x, ids, _), (wide, *_) = (_tokens(torch.Generator().manual_seed(3), 8, hidden) for hidden in (128, 256))
-    for _ in range(3):
-        buffer.low_latency_dispatch(x, ids, MOST, EXPERTS)
-    assert _calls(buffer) == 2
-    buffer.low_latency_dispatch(wide, ids, MOST, EXPERTS)
     buffer.low_latency_dispatch(x, ids, MOST, EXPERTS)
-    assert _calls(buffer) == 2
+    assert buffer._opened(x, MOST, None, EXPERTS) is not None
+    buffer.low_latency_dispatch(wide, ids, MOST, EXPERTS)
+    assert buffer._opened(x, MOST, None, EXPERTS) is None
+    buffer.low_latency_dispatch(x, ids, MOST, EXPERTS)
     buffer.destroy()
 
 

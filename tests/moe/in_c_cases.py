@@ -1,30 +1,48 @@
-"""What tests of low-latency calls by C share: communicators of both controls, and comparisons of their results."""
+"""What tests of low-latency calls by C share: counts of calls and of checks, and comparisons of results."""
 
 from __future__ import annotations
 
-import os
+from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ep_plugin import MoECommunicator
-from tests.moe.low_latency_cases import low_latency
+from ep_plugin.moe.low_latency.combine import LowLatencyCombine
+from ep_plugin.moe.low_latency.dispatch import LowLatencyDispatch
 from tests.moe.moe_cases import Case
 
 CASE = Case(tokens=(4, 4), num_experts=4, hidden=128, topk=2, dtype=torch.bfloat16)
-_CONTROL = "EP_PLUGIN_CONTROL"
 
 
-def made_by(control: str, case: Case = CASE, **settings: Any) -> MoECommunicator:
-    os.environ[_CONTROL] = control
-    try:
-        return low_latency(case, **settings)
-    finally:
-        del os.environ[_CONTROL]
+class Watching(TorchDispatchMode):
+    """Sees all operators, so that calls go through the operators of ep_plugin."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
 
 
 def calls_of(comm: MoECommunicator) -> int:
+    """The operations, or halves of them, that have run."""
     return int(comm.engine.control.num_calls)
+
+
+class Checks:
+    """Counts the calls of low latency that Python checks."""
+
+    def __init__(self) -> None:
+        self.num = 0
+        for kind in (LowLatencyDispatch, LowLatencyCombine):
+            mock.patch.object(kind, "check", self._counting(kind.check)).start()
+
+    def _counting(self, check: Callable[[Any], None]) -> Callable[[Any], None]:
+        def counting(call: Any) -> None:
+            self.num += 1
+            check(call)
+
+        return counting
 
 
 def tokens_of(generator: torch.Generator, num_tokens: int, hidden: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:

@@ -1,4 +1,4 @@
-"""Halves of low-latency operations that C runs: the same bits and rules as by Python."""
+"""Halves of low-latency operations: the bits of whole ones, the rules, and what ends a wait."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ import torch
 from ep_plugin import _C, EpPluginError, MoECommunicator, PeerAborted, PeerTimeout
 from ep_plugin.errors import CommunicatorClosed
 from tests.faults.fault_cases import nothing_left_behind, signal_self
-from tests.moe.in_c_cases import calls_of, made_by, same_dispatches, tokens_of
+from tests.moe.in_c_cases import Checks, calls_of, same_dispatches, tokens_of
+from tests.moe.low_latency_cases import low_latency
 from tests.moe.moe_cases import Case, named, on_ranks
 from tests.ranks import note, run_ranks, values
 
@@ -27,9 +28,9 @@ def _of(size: int) -> Case:
     return Case(tokens=(4,) * size, num_experts=4, hidden=128, topk=2, dtype=torch.bfloat16)
 
 
-def _learned(control: str, size: int) -> tuple[MoECommunicator, tuple[torch.Tensor, ...], Any]:
+def _learned(size: int) -> tuple[MoECommunicator, tuple[torch.Tensor, ...], Any]:
     """A communicator that knows its calls, these, and the result of a dispatch."""
-    comm = made_by(control, _of(size))
+    comm = low_latency(_of(size))
     x, ids, weights = tokens_of(torch.Generator().manual_seed(3), 4, 128, torch.bfloat16)
     for _ in range(2):
         out, handle = comm.dispatch(x, ids)
@@ -37,9 +38,10 @@ def _learned(control: str, size: int) -> tuple[MoECommunicator, tuple[torch.Tens
     return comm, (x, ids, weights), (out.tokens.clone(), handle)
 
 
-def _both(rank: int, size: int) -> None:
-    case = Case(tokens=(64,) * size, num_experts=4, hidden=640, topk=2)
-    python, c = both = made_by("python", case), made_by("c", case)
+def _whole_and_halves(rank: int, size: int) -> None:
+    """Calls in halves, two at a time, beside whole calls. Those of a known form need no check."""
+    case, checks = Case(tokens=(64,) * size, num_experts=4, hidden=640, topk=2), Checks()
+    whole, halves = both = low_latency(case), low_latency(case)
     generator = torch.Generator().manual_seed(rank)
     forms: list[tuple[torch.dtype, str | None, int | None]] = [
         (torch.bfloat16, None, None),
@@ -51,47 +53,38 @@ def _both(rank: int, size: int) -> None:
     for dtype, quantize, capacity in forms:
         for turn in range(3):
             with named((dtype, quantize, capacity, turn)):
-                before = calls_of(c)
+                before = checks.num
+                how: dict[str, Any] = {"capacity": capacity, "quantize": quantize}
                 pairs = [tokens_of(generator, 9, 640, dtype) for _ in range(2)]
-                works = [
-                    [comm.dispatch_async(x, ids, capacity=capacity, quantize=quantize) for x, ids, _ in pairs]
-                    for comm in both
-                ]
+                expected = [whole.dispatch(x, ids, **how) for x, ids, _ in pairs]
+                works = [halves.dispatch_async(x, ids, **how) for x, ids, _ in pairs]
                 order = (0, 1) if (turn + rank) % 2 else (1, 0)
-                made = [{at: of[at].wait() for at in order} for of in works]
+                made = {at: works[at].wait() for at in order}
                 for at in order:
-                    same_dispatches(made[0][at], made[1][at])
-                    assert works[1][at].done and works[1][at].wait() is made[1][at]
-                again = [
-                    comm.dispatch_async(pairs[0][0], pairs[0][1], previous_handle=of[0][1], quantize=quantize).wait()
-                    for comm, of in zip(both, made, strict=True)
-                ]
-                same_dispatches(*again)
-                assert again[1][1] is made[1][0][1]
-                assert turn == 0 or calls_of(c) - before == 6
+                    same_dispatches(expected[at], made[at])
+                    assert works[at].done and works[at].wait() is made[at]
+                x, ids, weights = pairs[0]
+                again = halves.dispatch_async(x, ids, previous_handle=made[0][1], quantize=quantize).wait()
+                same_dispatches(whole.dispatch(x, ids, previous_handle=expected[0][1], quantize=quantize), again)
+                assert again[1] is made[0][1]
                 if quantize is None:
-                    given = (pairs[0][2], torch.ones_like(pairs[0][0])) if turn else ()
+                    given = (weights, torch.ones_like(x)) if turn else ()
                     for _ in range(2):
-                        before = calls_of(c)
-                        sums = [
-                            comm.combine_async(of[0][0].tokens, of[0][1], *given).wait()
-                            for comm, of in zip(both, made, strict=True)
-                        ]
-                        assert torch.equal(*sums) and sums[0].dtype is sums[1].dtype
-                    assert calls_of(c) - before == 2
-    assert calls_of(python) == 0
+                        sums = halves.combine_async(made[0][0].tokens, made[0][1], *given).wait()
+                        assert torch.equal(whole.combine(expected[0][0].tokens, expected[0][1], *given), sums)
+                assert turn != 2 or checks.num == before
     for comm in both:
         comm.close()
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_c_and_python_make_the_same_bits(size: int) -> None:
-    on_ranks(size, _both)
+def test_halves_make_the_same_bits(size: int) -> None:
+    on_ranks(size, _whole_and_halves)
 
 
 def _rules(rank: int, size: int) -> None:
-    """After calls that C ran: two of a kind are un-received, and C leaves what it must."""
-    comm, (x, ids, weights), (y, handle) = _learned("c", size)
+    """Two of a kind are un-received. Gradients and profilers see a call at its end."""
+    comm, (x, ids, weights), (y, handle) = _learned(size)
     expected = comm.combine(y, handle, weights)
     first, second = comm.dispatch_async(x, ids), comm.dispatch_async(x, ids)
     for _ in range(2):
@@ -113,14 +106,14 @@ def _rules(rank: int, size: int) -> None:
     assert calls_of(comm) == before + 1
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
         out, routing = work.wait()
-    assert calls_of(comm) == before + 1 and any("ep_plugin::dispatch" in event.name for event in seen.events())
+    assert calls_of(comm) == before + 2 and any("ep_plugin::dispatch" in event.name for event in seen.events())
     assert torch.equal(comm.combine(out.tokens, routing, weights), expected)
     wants = x.clone().requires_grad_()
     with torch.no_grad():
         before, work = calls_of(comm), comm.dispatch_async(wants, ids)
         assert calls_of(comm) == before + 1
-    assert work.wait()[0].tokens.requires_grad and calls_of(comm) == before + 1
-    assert comm.dispatch_async(wants, ids).wait()[0].tokens.requires_grad and calls_of(comm) == before + 1
+    assert work.wait()[0].tokens.requires_grad and calls_of(comm) == before + 2
+    assert comm.dispatch_async(wants, ids).wait()[0].tokens.requires_grad and calls_of(comm) == before + 4
     with pytest.raises(ValueError, match="topk_ids: expected -1 or 0 to 3"):
         comm.dispatch_async(x, ids + 4)
     work, sums = comm.dispatch_async(x, ids), comm.combine_async(y, handle, weights)
@@ -140,7 +133,7 @@ def test_rules(size: int) -> None:
 
 def _logged(rank: int, size: int) -> None:
     """Both halves are calls of one operation in the log that a failure writes."""
-    comm, (x, ids, _), _ = _learned("c", size)
+    comm, (x, ids, _), _ = _learned(size)
     work = comm.dispatch_async(x, ids)
     comm.dispatch_async(x, ids).wait()
     work.wait()
@@ -158,7 +151,7 @@ def test_halves_are_logged() -> None:
 
 
 def _keeps_nothing(rank: int, size: int) -> None:
-    comm, (x, ids, weights), (y, handle) = _learned("c", size)
+    comm, (x, ids, weights), (y, handle) = _learned(size)
 
     def turn() -> None:
         comm.dispatch_async(x, ids)  # dropped: a later dispatch receives it
@@ -189,7 +182,7 @@ def test_c_keeps_nothing() -> None:
 
 def _of_threads(rank: int, size: int) -> None:
     """One thread's halves of dispatches beside another's of combines; four threads wait for one work."""
-    comm, (x, ids, weights), (y, handle) = _learned("c", size)
+    comm, (x, ids, weights), (y, handle) = _learned(size)
     expected, wrong = comm.combine(y, handle, weights), []
     before = calls_of(comm)
 
@@ -225,7 +218,7 @@ def test_threads() -> None:
 
 def _killed(rank: int, half: str) -> tuple[int, str] | None:
     """Rank 1 dies. Rank 0 waits for it in a half that C runs."""
-    comm, (x, ids, _), _ = _learned("c", 2)
+    comm, (x, ids, _), _ = _learned(2)
     comm.engine.exchange.barrier("test")
     comm.engine.comm.timeout_ns = int(DEADLINE_S * 1e9)
     if half == "receive half":
@@ -261,7 +254,7 @@ def test_a_killed_rank_is_named(half: str) -> None:
 
 def _ended(rank: int, half: str, by_signal: bool) -> None:
     """Rank 0 waits in C. A handler of its own raises there, or rank 1 aborts."""
-    comm, (x, ids, _), _ = _learned("c", 2)
+    comm, (x, ids, _), _ = _learned(2)
     sent = [comm.dispatch_async(x, ids) for _ in range(2)] if half == "send half" else []  # rank 1 receives none
     comm.engine.exchange.barrier("test")
     if rank == 1:

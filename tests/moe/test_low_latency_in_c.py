@@ -1,4 +1,4 @@
-"""Low-latency calls that C starts: the same bits as by Python, and every call that C must leave to Python."""
+"""Low-latency calls by C: the same bits from both doors, and every call that Python must check again."""
 
 from __future__ import annotations
 
@@ -7,25 +7,26 @@ import os
 import signal
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from ep_plugin import _C, EpPluginError, PeerAborted, record_stats
+from ep_plugin import _C, EpPluginError, MoECommunicator, PeerAborted, record_stats
 from ep_plugin.errors import CommunicatorClosed
 from tests.faults.fault_cases import nothing_left_behind
-from tests.moe.in_c_cases import calls_of, made_by, same_dispatches, tokens_of
+from tests.moe.in_c_cases import CASE, Checks, Watching, calls_of, same_dispatches, tokens_of
+from tests.moe.low_latency_cases import low_latency
 from tests.moe.moe_cases import Case, named, on_ranks
 from tests.ranks import note, run_ranks, values
 
 
-def _both(rank: int, size: int) -> None:
-    """Each form twice by both: the second call of C is its own."""
-    case = Case(tokens=(64,) * size, num_experts=4, hidden=16384, topk=2)
-    python, c = made_by("python", case), made_by("c", case)
+def _both_doors(rank: int, size: int) -> None:
+    """Each form twice, as an operator that PyTorch sees and directly. The second call of each needs no check."""
+    case, checks = Case(tokens=(64,) * size, num_experts=4, hidden=16384, topk=2), Checks()
+    seen, direct = low_latency(case), low_latency(case)
     generator = torch.Generator().manual_seed(rank)
     forms: list[tuple[int, torch.dtype, str | None, int | None]] = [
         (128, torch.bfloat16, None, None),
@@ -36,130 +37,140 @@ def _both(rank: int, size: int) -> None:
         (128, torch.float64, None, None),
         (16384, torch.float32, None, None),  # rows of 32 MiB, whose memory is used again
     ]
+
+    def by_both(call: Callable[[int, MoECommunicator], Any]) -> list[Any]:
+        with Watching():
+            first = call(0, seen)
+        return [first, call(1, direct)]
+
     for hidden, dtype, quantize, capacity in forms:
         for num_tokens in (0, 1, 16):
             x, ids, weights = tokens_of(generator, num_tokens, hidden, dtype)
             ids = ids.int() if num_tokens == 1 else ids
             weights = weights.double() if dtype is torch.float64 else weights
-            before = calls_of(c)
+            how: dict[str, Any] = {"capacity": capacity, "quantize": quantize}
             for turn in range(2):
+                before = checks.num, calls_of(seen), calls_of(direct)
                 with named(f"{hidden} {dtype} {quantize} {capacity} {num_tokens} {turn}"):
-                    made = [comm.dispatch(x, ids, capacity=capacity, quantize=quantize) for comm in (python, c)]
+                    made = by_both(lambda _, comm, x=x, ids=ids, how=how: comm.dispatch(x, ids, **how))
                     same_dispatches(*made)
-                    again = [
-                        comm.dispatch(x, ids, previous_handle=handle, quantize=quantize)
-                        for comm, (_, handle) in zip((python, c), made, strict=True)
-                    ]
+                    again = by_both(
+                        lambda at, comm, x=x, ids=ids, how=how, made=made: comm.dispatch(
+                            x, ids, previous_handle=made[at][1], quantize=how["quantize"]
+                        )
+                    )
                     same_dispatches(*again)
                     assert again[1][1] is made[1][1]
-                    if quantize is None:
-                        for given in ((), (weights,), (weights, torch.ones_like(x)), (None, x)):
-                            sums = [
-                                comm.combine(out.tokens, handle, *given)
-                                for comm, (out, handle) in zip((python, c), made, strict=True)
-                            ]
-                            assert torch.equal(*sums) and sums[0].dtype is sums[1].dtype
-            expected = 6 if quantize is None else 2
-            assert calls_of(c) - before == expected, f"{calls_of(c) - before} calls like an earlier one ran in C"
-    assert calls_of(python) == 0
-    python.close()
-    c.close()
+                    for given in ((), (weights,), (weights, torch.ones_like(x)), (None, x)) if quantize is None else ():
+                        sums = by_both(
+                            lambda at, comm, made=made, given=given: comm.combine(
+                                made[at][0].tokens, made[at][1], *given
+                            )
+                        )
+                        assert torch.equal(*sums) and sums[0].dtype is sums[1].dtype
+                    calls = 6 if quantize is None else 2
+                    assert (calls_of(seen) - before[1], calls_of(direct) - before[2]) == (calls, calls)
+                    assert checks.num - before[0] == (0 if turn else 2 * calls)
+    seen.close()
+    direct.close()
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_c_and_python_make_the_same_bits(size: int) -> None:
-    on_ranks(size, _both)
-
-
-class _Mode(TorchDispatchMode):
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
+def test_operators_and_direct_calls_make_the_same_bits(size: int) -> None:
+    on_ranks(size, _both_doors)
 
 
 class _Subclass(torch.Tensor):
     pass
 
 
-def _left_to_python(rank: int, size: int) -> None:
-    """After calls that C ran: each of these goes through Python, and is right or refused as ever."""
-    comm = made_by("c", Case(tokens=(4,) * size, num_experts=4, hidden=128, topk=2, dtype=torch.bfloat16))
+def _checked(rank: int, size: int) -> None:
+    """After calls of a known form: each of these is checked again, and is right or refused."""
+    comm, checks = low_latency(replace(CASE, tokens=(4,) * size)), Checks()
     generator = torch.Generator().manual_seed(3)
     x, ids, weights = tokens_of(generator, 4, 128, torch.bfloat16)
     for _ in range(3):
         out, handle = comm.dispatch(x, ids)
         expected = comm.combine(out.tokens, handle, weights)
 
-    def is_left(what: str, call: Callable[[], Any], refused: str = "") -> Any:
-        before = calls_of(comm)
+    def is_checked(what: str, call: Callable[[], Any], refused: str = "", times: int = 1) -> Any:
+        before = checks.num
         with named(what):
             made = None
             if refused:
+                ran = calls_of(comm)
                 with pytest.raises(ValueError, match=refused):
                     call()
+                assert calls_of(comm) == ran
             else:
                 made = call()
-            assert calls_of(comm) == before
+                assert checks.num == before + times
         return made
+
+    def is_known(what: str, call: Callable[[], Any]) -> Any:
+        return is_checked(what, call, times=0)
 
     def trip(rows: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor = weights) -> None:
         out, handle = comm.dispatch(rows, ids)
         assert torch.equal(comm.combine(out.tokens, handle, weights), expected)
 
-    with _Mode():
-        is_left("a dispatch mode", lambda: trip(x, ids))
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
-        is_left("a profiler", lambda: trip(x, ids))
-    is_left("a subclass", lambda: comm.dispatch(x.as_subclass(_Subclass), ids))
+    with Watching():
+        is_known("a dispatch mode", lambda: trip(x, ids))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        is_known("a profiler", lambda: trip(x, ids))
+    assert {"ep_plugin::dispatch", "ep_plugin::combine"} <= {event.name for event in profile.events()}
+    rows = is_checked("a subclass", lambda: comm.dispatch(x.as_subclass(_Subclass), ids))[0].tokens
+    assert type(rows) is _Subclass
+    is_checked("a subclass, again", lambda: comm.dispatch(x, ids.as_subclass(_Subclass)))
     apart = torch.cat([x, x], dim=1)[:, :128]
-    is_left("other strides", lambda: comm.dispatch(apart, ids))
+    is_checked("other strides", lambda: comm.dispatch(apart, ids))
     with torch.inference_mode():  # tensors of another kind, but of the same form
         out, handle = comm.dispatch(x.clone(), ids.clone())
         assert out.tokens.is_inference() and handle.plan.is_inference()
     shifted = torch.zeros(4 * 128 + 1, dtype=torch.bfloat16)[1:].view(4, 128)
-    is_left("another alignment", lambda: comm.dispatch(shifted, ids))
+    is_checked("another alignment", lambda: comm.dispatch(shifted, ids))
     negated = torch._neg_view(x)
-    is_left("a pending sign", lambda: comm.dispatch(negated, ids))
+    out = is_known("a pending sign", lambda: comm.dispatch(negated, ids))[0]
+    assert torch.equal(out.tokens[0, :1], -x[(ids == comm.rank * comm.num_local_experts).any(1)][:1]) or size > 1
     wants = x.clone().requires_grad_()
-    rows = is_left("a gradient", lambda: comm.dispatch(wants, ids))[0]
+    rows = is_known("a gradient", lambda: comm.dispatch(wants, ids))[0]
     assert rows.tokens.requires_grad
     with torch.no_grad():
-        before = calls_of(comm)
-        comm.dispatch(wants, ids)
-        assert calls_of(comm) == before + 1
+        assert not is_known("no gradient", lambda: comm.dispatch(wants, ids))[0].tokens.requires_grad
     small = x.clone()
     small.untyped_storage().resize_(x.nbytes - 1)
-    is_left("a storage that is too small", lambda: comm.dispatch(small, ids), "expected a storage")
+    is_checked("a storage that is too small", lambda: comm.dispatch(small, ids), "expected a storage")
     small.untyped_storage().resize_(0)
-    is_left("a storage that was freed", lambda: comm.dispatch(small, ids), "expected a storage")
-    is_left("another device", lambda: comm.dispatch(x.to("meta"), ids), "x: expected")
-    is_left("a repeated id", lambda: comm.dispatch(x, torch.zeros_like(ids)), "expected distinct experts")
-    is_left("an unknown id", lambda: comm.dispatch(x, ids + 4), "topk_ids: expected -1 or 0 to 3")
-    is_left("a capacity of another type", lambda: comm.dispatch(x, ids, capacity=True), "capacity: expected")
-    is_left("weights", lambda: comm.dispatch(x, ids, weights), "topk_weights: expected None")
-    is_left("no handle", lambda: comm.combine(out.tokens, tuple(handle)), "expected a DispatchHandle")  # type: ignore[arg-type]
+    is_checked("a storage that was freed", lambda: comm.dispatch(small, ids), "expected a storage")
+    is_checked("another device", lambda: comm.dispatch(x.to("meta"), ids), "x: expected")
+    is_checked("a repeated id", lambda: comm.dispatch(x, torch.zeros_like(ids)), "expected distinct experts")
+    is_checked("an unknown id", lambda: comm.dispatch(x, ids + 4), "topk_ids: expected -1 or 0 to 3")
+    is_checked("a capacity of another type", lambda: comm.dispatch(x, ids, capacity=True), "capacity: expected")
+    is_checked("weights", lambda: comm.dispatch(x, ids, weights), "topk_weights: expected None")
+    out, handle = comm.dispatch(x, ids)
+    is_checked("no handle", lambda: comm.combine(out.tokens, tuple(handle)), "expected a DispatchHandle")  # type: ignore[arg-type]
     strange = handle._replace(comm=handle.comm + 1)
-    is_left("a handle of another communicator", lambda: comm.combine(out.tokens, strange), "expected one of comm")
+    is_checked("a handle of another communicator", lambda: comm.combine(out.tokens, strange), "expected one of comm")
     cut = handle._replace(plan=handle.plan[:-1])
-    is_left("a handle that was cut", lambda: comm.combine(out.tokens, cut, weights), "handle.plan: expected")
-    is_left("wide weights", lambda: comm.combine(out.tokens, handle, weights.double()))
+    is_checked("a handle that was cut", lambda: comm.combine(out.tokens, cut, weights), "handle.plan: expected")
+    is_known("wide weights, which are converted", lambda: comm.combine(out.tokens, handle, weights.double()))
     record_stats()
-    is_left("statistics", lambda: trip(x, ids))
-    assert comm.stats().dispatches == 1
+    is_known("statistics", lambda: trip(x, ids))
+    assert (comm.stats().dispatches, comm.stats().combines) == (1, 1)
     record_stats(False)
     work = comm.dispatch_async(x, ids)
-    is_left("an un-received dispatch", lambda: comm.dispatch(x, ids))
+    is_known("an un-received dispatch", lambda: comm.dispatch(x, ids))
     work.wait()
     for name in ("", "\0", "e4m3\0", "\udcff"):
-        is_left("a name like none", lambda name=name: comm.dispatch(x, ids, quantize=name), "quantize: expected")
-    is_left("a very large capacity", lambda: comm.dispatch(x, ids, capacity=2**70), "capacity: expected")
+        is_checked("a name like none", lambda name=name: comm.dispatch(x, ids, quantize=name), "quantize: expected")
+    is_checked("a very large capacity", lambda: comm.dispatch(x, ids, capacity=2**70), "capacity: expected")
     torch.use_deterministic_algorithms(True)
     try:
-        is_left("deterministic algorithms, which fill new memory", lambda: trip(x, ids))
+        is_known("deterministic algorithms", lambda: trip(x, ids))
+        rows = comm.dispatch(x, torch.full_like(ids, -1))[0].tokens
+        assert rows.isnan().all(), "new memory was not filled"
     finally:
         torch.use_deterministic_algorithms(False)
-    before = calls_of(comm)
-    trip(x, ids)
-    assert calls_of(comm) == before + 2
     comm.close()
     for call in (lambda: comm.dispatch(x, ids), lambda: comm.combine(out.tokens, handle, weights)):
         with pytest.raises(CommunicatorClosed):
@@ -167,12 +178,12 @@ def _left_to_python(rank: int, size: int) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_what_c_leaves_to_python(size: int) -> None:
-    on_ranks(size, _left_to_python)
+def test_what_is_checked_again(size: int) -> None:
+    on_ranks(size, _checked)
 
 
 def _keeps_nothing(rank: int, size: int) -> None:
-    comm = made_by("c", Case(tokens=(4,) * size, num_experts=4, hidden=128, topk=2, dtype=torch.bfloat16))
+    comm = low_latency(replace(CASE, tokens=(4,) * size))
     x, ids, weights = tokens_of(torch.Generator().manual_seed(3), 4, 128, torch.bfloat16)
 
     def turn() -> None:
@@ -203,7 +214,7 @@ def test_c_keeps_nothing() -> None:
 
 def _calls_of_threads(rank: int, size: int) -> None:
     """Threads call one communicator at once, and each result is its own. A function of C outlives its communicator."""
-    communicators = [made_by("c", Case(tokens=(4,), num_experts=4, hidden=128, topk=2, dtype=torch.float32))]
+    communicators = [low_latency(replace(CASE, tokens=(4,), dtype=torch.float32))]
     ids, wrong = torch.tensor([[0, 1], [1, 2], [2, 3], [3, 0]]), []
 
     def calls(number: int) -> None:
@@ -235,7 +246,7 @@ class _Alarm(Exception):
 
 def _interrupted(rank: int) -> str:
     """Rank 0's handler raises while C waits for rank 1, which then raises at once."""
-    comm = made_by("c")
+    comm = low_latency(CASE)
     x, ids, _ = tokens_of(torch.Generator().manual_seed(3), 4, 128, torch.bfloat16)
     for _ in range(2):
         comm.dispatch(x, ids)
@@ -272,7 +283,7 @@ def test_a_signal_ends_a_wait_in_c() -> None:
 
 def _interrupted_at_the_lock(rank: int) -> bool:
     """While a thread of rank 0 waits for rank 1 in C, the main thread waits for the thread's lock."""
-    comm = made_by("c")
+    comm = low_latency(CASE)
     x, ids, _ = tokens_of(torch.Generator().manual_seed(3), 4, 128, torch.bfloat16)
     for _ in range(2):
         comm.dispatch(x, ids)
@@ -304,7 +315,7 @@ def test_a_signal_ends_the_wait_for_a_turn_in_c() -> None:
 
 
 def _closes_in_a_handler(rank: int) -> None:
-    comm = made_by("c")
+    comm = low_latency(CASE)
     x, ids, _ = tokens_of(torch.Generator().manual_seed(3), 4, 128, torch.bfloat16)
     for _ in range(2):
         comm.dispatch(x, ids)
@@ -327,7 +338,7 @@ def test_a_handler_may_close_during_a_wait_in_c() -> None:
 
 
 def _forked(rank: int, size: int) -> None:
-    comm = made_by("c", Case(tokens=(4,), num_experts=4, hidden=128, topk=2, dtype=torch.bfloat16))
+    comm = low_latency(replace(CASE, tokens=(4,)))
     x, ids, _ = tokens_of(torch.Generator().manual_seed(3), 4, 128, torch.bfloat16)
     for _ in range(2):
         comm.dispatch(x, ids)
@@ -350,12 +361,12 @@ def test_a_forked_child_may_not_call_c() -> None:
 
 def _logged(rank: int, size: int) -> None:
     """The calls that a failure writes, and their end."""
-    comm = made_by("c", Case(tokens=(4,), num_experts=4, hidden=128, topk=2, dtype=torch.bfloat16))
+    comm = low_latency(replace(CASE, tokens=(4,)))
     x, ids, _ = tokens_of(torch.Generator().manual_seed(3), 4, 128, torch.bfloat16)
     for turn in range(1, 4):
         comm.dispatch(x, ids)
         calls, *call, began, ended = _C.kept_calls()[-1]
-        assert calls is comm.engine.calls and call == ["dispatch", "", turn + 1, turn, x.nbytes]
+        assert calls is comm.engine.calls and call == ["dispatch", "", turn + 2, turn, x.nbytes]
         assert ended is not None and began <= ended
     comm.close()
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -37,14 +38,13 @@ from ep_plugin.bench.timing import Half, Run, Timing, clock_of
 from ep_plugin.config import MoECommunicatorConfig
 from ep_plugin.errors import EpPluginError
 from ep_plugin.moe.layout import DispatchOutput, DispatchResult
-from ep_plugin.moe.low_latency import in_flight, sms
+from ep_plugin.moe.low_latency import sms
 from ep_plugin.moe.low_latency.combine import LowLatencyCombine
 from ep_plugin.moe.low_latency.dispatch import LowLatencyDispatch
-from ep_plugin.moe.low_latency.engine import LowLatencyEngine, control_of
-from ep_plugin.moe.low_latency.in_flight import LowLatencyOperation
+from ep_plugin.moe.low_latency.engine import Functions, LowLatencyEngine, control_of
+from ep_plugin.moe.low_latency.in_flight import LowLatencyCall
 from ep_plugin.moe.low_latency.load import LowLatencyLoad
 from ep_plugin.runtime.streams import CallerStreams, Streams, kernels_for
-from ep_plugin.runtime.tensors import KnownCalls
 
 PREDICTED, LAUNCH = "predicted", "launch"
 TIMEOUT_S = 20.0
@@ -53,7 +53,7 @@ TIMEOUT_S = 20.0
 class Share(LowLatencyEngine):
     """The engine of one of `ranks` ranks, without group and boards. `StandIn` gives it the memory of all ranks."""
 
-    runs_in_c = False
+    _error, closed, _to_close, checks_ids = None, False, False, False
 
     def __init__(self, rank: int, ranks: int, config: MoECommunicatorConfig, device: torch.device) -> None:
         assert config.max_tokens_per_rank is not None
@@ -65,19 +65,26 @@ class Share(LowLatencyEngine):
         self._set_sizes(config)
         self.kernels, self.num_sms = kernels_for(device), sms.for_device(device, ranks)
         self.streams = Streams() if device.type == "cpu" else CallerStreams(device)
-        self._outputs, self.known = deque(maxlen=2), KnownCalls()
+        self._outputs, self.lock = deque(maxlen=2), threading.RLock()
         zeros = functools.partial(torch.zeros, dtype=torch.uint8)
         self.state, self.ll_state = zeros(_C.state_bytes, device=device), zeros(_C.ll_state_bytes, device=device)
         self.block = zeros(self.memory_bytes, device=device)
         self._board = zeros(_C.board_bytes(self.local_experts), pin_memory=device.type == "cuda")
         self.boards: Any = SimpleNamespace(device_address=self._board.data_ptr())
         self.call_log = _C.CallLog(self, {})
-        self.control = control_of(self, self._board.data_ptr())
+        self.control = control_of(self, self._board.data_ptr(), {})
+        self.functions = Functions(**self.control.functions())
         self.load = LowLatencyLoad(self, self.local_experts)
 
     @property
     def name(self) -> str:
         return f"rank {self.rank} of the stand-in"
+
+    def used_by_this_thread(self) -> None:
+        """Does nothing: no peer is to be told of a thread that ends."""
+
+    def operation_failed(self, error: BaseException, what: str) -> None:
+        """Does nothing, for the same reason."""
 
     def check(self) -> None:
         if not _C.board_quiet(self._board.data_ptr()):
@@ -93,6 +100,7 @@ class StandIn:
         self.ranks = [Share(rank, ranks, config, device) for rank in range(ranks)]
         for rank in self.ranks:
             rank.comm = rank._comm_struct([share.block.data_ptr() for share in self.ranks], config.num_experts)
+            rank.control.set_comm(rank.comm)
         if device.type == "cuda":
             self._streams = [torch.cuda.Stream(device) for _ in self.ranks]
         else:
@@ -130,29 +138,26 @@ class StandIn:
 
 
 class Together:
-    """One operation that all ranks run at the same time, with fixed inputs and outputs.
+    """One operation that all ranks run at the same time, with fixed inputs.
 
     Args:
-        make: makes the operation of a rank.
+        make: makes the call of a rank.
         apart: whether the halves are launched one after the other. On GPUs each launch has a graph of its own.
     """
 
-    def __init__(self, ranks: StandIn, make: Callable[[Share], LowLatencyOperation], apart: bool = False) -> None:
-        send, receive = in_flight.SEND, in_flight.RECEIVE
-        self._ranks, phases = ranks, [send, receive] if apart else [send | receive]
-        self.operations = [make(rank) for rank in ranks.ranks]
-        for operation in self.operations:
-            operation.check()
-            operation.prepare()
-        for each in phases:  # loads the kernels, since none may be loaded while another kernel waits for it
-            self._launch(each)
+    def __init__(self, ranks: StandIn, make: Callable[[Share], LowLatencyCall], apart: bool = False) -> None:
+        self._ranks, self._make = ranks, make
+        self._made: list[Any] = [None] * len(ranks.ranks)
+        launches = [self._start, self._collect] if apart else [self._whole]
+        for rank in ranks.ranks:
+            call = make(rank)
+            call.check()
+            call.remember()
+        for launch in launches:  # loads the kernels, since none may be loaded while another kernel waits for it
+            ranks.at_once(launch)
         ranks.check()
-        on_gpu = ranks.device.type == "cuda"
-        pool = torch.cuda.graph_pool_handle() if on_gpu else None
-        self._runs = [
-            ranks.recorded(functools.partial(self._launch, each, on_gpu and index == 0), pool)
-            for index, each in enumerate(phases)
-        ]
+        pool = torch.cuda.graph_pool_handle() if ranks.device.type == "cuda" else None
+        self._runs = [ranks.recorded(functools.partial(ranks.at_once, launch), pool) for launch in launches]
 
     def run(self) -> None:
         for part in self._runs:
@@ -165,14 +170,17 @@ class Together:
         return receive
 
     def results(self) -> list[Any]:
-        """Returns the results of the operations. Each run overwrites them."""
-        return [operation.results() for operation in self.operations]
+        """Returns the results of the latest run. A graph overwrites them at each run."""
+        return self._made
 
-    def _launch(self, phases: int, anew: bool = False) -> None:
-        """Launches these halves on all ranks. anew: the results get new memory, which belongs to the graph."""
-        for operation in self.operations if anew else ():
-            operation.prepare()
-        self._ranks.at_once(lambda rank: self.operations[rank].launch(phases))
+    def _whole(self, rank: int) -> None:
+        self._made[rank] = self._make(self._ranks.ranks[rank]).run("")
+
+    def _start(self, rank: int) -> None:
+        self._made[rank] = self._make(self._ranks.ranks[rank]).run("start_")
+
+    def _collect(self, rank: int) -> None:
+        self._made[rank] = self._made[rank].collect()
 
 
 class SharedScene(Scene):

@@ -29,9 +29,8 @@ void bind_control(py::module_& m);
 void bind_high_throughput(py::module_& m);
 void bind_cuda(py::module_& m);  // only in builds with CUDA
 
-// The functions of one table, in the submodule of this name, which bind_table() makes.
+// The functions of one table, in a submodule of this name.
 void bind_table(py::module_& m, const char* name, const KernelTable& table);
-void bind_low_latency_table(py::module_& m, const char* name, const KernelTable& table);
 
 // A struct with fields that are given by keyword. Fields that are not given are 0; an unknown name is an
 // AttributeError. A launch makes one, so keywords are matched by pointer and values are stored without a copy of the

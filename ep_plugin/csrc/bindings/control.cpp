@@ -38,6 +38,8 @@ py::dict functions_of(const std::shared_ptr<LowLatency>& engine) {
   py::dict functions;
   add_functions<control::CommunicatorDispatch>(functions, engine, "dispatch", "start_dispatch");
   add_functions<control::CommunicatorCombine>(functions, engine, "combine", "start_combine");
+  add_functions<control::OperatorDispatch>(functions, engine, "operator_dispatch", "start_operator_dispatch");
+  add_functions<control::OperatorCombine>(functions, engine, "operator_combine", "start_operator_combine");
   add_functions<control::BufferDispatch>(functions, engine, "buffer_dispatch", "start_buffer_dispatch");
   add_functions<control::BufferCombine>(functions, engine, "buffer_combine", "start_buffer_combine");
   return functions;
@@ -45,17 +47,17 @@ py::dict functions_of(const std::shared_ptr<LowLatency>& engine) {
 
 void bind_started_operation(py::module_& m) {
   py::class_<Operation, std::shared_ptr<Operation>> started(m, "StartedOperation");
-  started.attr("capture") = 0;  // Python starts those in CUDA graphs
   started.attr("result") = py::none();
   started.def_readonly("kind", &Operation::kind)
+      .def_readonly("capture", &Operation::capture)
+      .def_readonly("is_received", &Operation::is_received)
       .def_property_readonly(
           "name", [](const Operation& operation) { return py::reinterpret_borrow<py::str>(operation.name()); })
-      .def_property_readonly("call", &Operation::logged)
+      .def_property_readonly("nbytes", [](const Operation& operation) { return operation.logged().nbytes; })
       .def_readwrite("number", &Operation::number)
       .def_readwrite("is_dropped", &Operation::is_dropped)
-      .def_property_readonly("is_received", &Operation::is_received)
       .def("receive", [](Operation& operation) { return returned(Object(operation.receive())); })
-      .def("finish", [](Operation& operation) { return returned(operation.finish()); })
+      .def("collect", [](Operation& operation) { return returned(Object(operation.collect())); })
       .def("results", [](const Operation& operation) { return returned(operation.results()); })
       .def("tensors", [](const Operation& operation) { return returned(operation.tensors()); })
       .def("made", [](const Operation& operation) { return returned(operation.made()); });
@@ -74,6 +76,12 @@ LlPlanLayout layout_of(const LowLatency& engine, const LlHeader& header) {
   return ll_plan_layout(engine.comm->num_ranks, engine.local_experts, header.max_tokens, header.topk);
 }
 
+LlOperation operation_of(const LowLatency& engine, const LlHeader& header) {
+  LlOperation operation = engine.shared;
+  operation.header = header;
+  return operation;
+}
+
 py::object form_of(const py::args& tensors) {
   if (control::exchange_api() == nullptr) return py::none();
   control::Inputs inputs;
@@ -90,45 +98,60 @@ void bind_low_latency_engine(py::module_& m) {
   py::class_<LowLatency, std::shared_ptr<LowLatency>>(m, "LowLatency")
       .def(py::init([](const py::object& owner, const py::object& running, const py::object& device,
                        std::shared_ptr<control::CallLog> log, const std::string& name, Address board, int device_index,
-                       Address table, std::shared_ptr<control::StreamOrder> order, int local_experts) {
+                       Address table, std::shared_ptr<control::StreamOrder> order, int local_experts,
+                       const LlShape& shape, bool shrink, int num_sms, Address state) {
         auto engine = std::make_shared<LowLatency>(owner.ptr(), running.ptr(), device.ptr(), std::move(log), name,
                                                    board, device_index);
         engine->run_dispatch = at<KernelTable>(table)->ll_dispatch;
         engine->run_combine = at<KernelTable>(table)->ll_combine;
         engine->order = std::move(order);
         engine->local_experts = local_experts;
+        engine->shared.shape = shape;
+        engine->shared.shrink = shrink;
+        engine->shared.num_sms = num_sms;
+        engine->shared.state = state;
         engine->number = engine->serves = Object(py::str("").release().ptr());
         return engine;
       }))
       .def("functions", &functions_of)
-      .def("next_slot", &LowLatency::next_slot)
       .def("set_comm",
            [](LowLatency& engine, const py::object& comm) {
              engine.comm = &comm.cast<const Comm&>();
              engine.comm_object = Object(kept(comm));
            })
-      .def("set_busy", [](LowLatency& engine, int kind, bool is_busy) { engine.is_busy[kind] = is_busy; })
+      .def("un_received", &LowLatency::un_received)
+      .def("forget", &LowLatency::forget)
+      .def("close", &LowLatency::close)
       .def("set_number", [](LowLatency& engine, const py::int_& number) { engine.number = Object(kept(number)); })
       .def("set_serves", [](LowLatency& engine, const py::str& name) { engine.serves = Object(kept(name)); })
       .def_readonly("num_calls", &LowLatency::num_calls)
       .def("remember_dispatch",
            [](LowLatency& engine, bool is_for_buffer, const std::string& form, const py::tuple& settings,
-              const LlDispatchArgs& args, int64_t columns, const std::string& dtype, int64_t scales,
-              const std::string& scale_dtype, const py::object& rows_of) {
-             const LowLatencyDispatchPlan plan{args,
-                                               layout_of(engine, args.op.header),
-                                               columns,
-                                               scales,
-                                               control::dtype_number(dtype),
-                                               control::dtype_number(scale_dtype),
-                                               rows_of.is_none() ? Object() : Object(kept(rows_of))};
-             if (plan.dtype >= 0) engine.dispatches.remember(form, door_of(is_for_buffer), settings_of(settings), plan);
+              const LlHeader& header, int64_t x_stride, int id_bytes, int element, int64_t columns,
+              const std::string& dtype, int64_t scales, const std::string& scale_dtype, const py::object& rows_of) {
+             LowLatencyDispatchPlan plan{{},
+                                         layout_of(engine, header),
+                                         columns,
+                                         scales,
+                                         control::dtype_number(dtype),
+                                         control::dtype_number(scale_dtype),
+                                         rows_of.is_none() ? Object() : Object(kept(rows_of))};
+             plan.args.op = operation_of(engine, header);
+             plan.args.x_stride = x_stride;
+             plan.args.id_bytes = id_bytes;
+             plan.args.element = element;
+             engine.dispatches.remember(form, door_of(is_for_buffer), settings_of(settings), plan);
            })
-      .def("remember_combine", [](LowLatency& engine, bool is_for_buffer, const std::string& form,
-                                  const py::tuple& settings, const LlCombineArgs& args, const std::string& dtype) {
-        const LowLatencyCombinePlan plan{args, layout_of(engine, args.op.header), control::dtype_number(dtype)};
-        if (plan.dtype >= 0) engine.combines.remember(form, door_of(is_for_buffer), settings_of(settings), plan);
-      });
+      .def("remember_combine",
+           [](LowLatency& engine, bool is_for_buffer, const std::string& form, const py::tuple& settings,
+              const LlHeader& header, int id_bytes, int element, int64_t hidden, const std::string& dtype) {
+             LowLatencyCombinePlan plan{{}, layout_of(engine, header), control::dtype_number(dtype)};
+             plan.args.op = operation_of(engine, header);
+             plan.args.id_bytes = id_bytes;
+             plan.args.element = element;
+             plan.args.hidden = hidden;
+             engine.combines.remember(form, door_of(is_for_buffer), settings_of(settings), plan);
+           });
 }
 
 }  // namespace

@@ -13,7 +13,6 @@ namespace ep::bindings {
 void bind_cuda(py::module_& m) {
   control::cuda_calls() = {&stream_capture, &order_streams};
   bind_table(m, "cuda", cuda_kernels());
-  bind_low_latency_table(m, "cuda", cuda_kernels());
   py::module_ kernels = m.attr("cuda");
   bind_kernel(kernels, "all_gather", &cuda::all_gather);
   bind_kernel(kernels, "small_exchange", &cuda::small_exchange);

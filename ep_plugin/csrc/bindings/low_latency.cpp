@@ -1,4 +1,4 @@
-// Low-latency dispatch and combine: constants, argument structs, sizes and kernels.
+// Low-latency dispatch and combine: constants, structs and sizes.
 #include <iterator>
 
 #include "bindings/bind.h"
@@ -31,7 +31,6 @@ void bind_constants(py::module_& m) {
   m.attr("ll_mask_offset") = offsetof(LlState, mask);
   m.attr("ll_epoch_offset") = offsetof(LlState, epoch);
   m.attr("ll_unsignalled_offset") = offsetof(LlState, unsignalled);
-  bind_enum(m, "LlPhase", {{"SEND", kLlSend}, {"RECEIVE", kLlReceive}});
   bind_enum(m, "LlFormat",
             {{"PLAIN", kLlPlain},
              {"E4M3", kLlE4m3},
@@ -52,48 +51,6 @@ void bind_structs(py::module_& m) {
     names.append(name);
   }
   m.attr("ll_header_fields") = py::tuple(names);
-  Struct<LlOperation>(m, "LlOperation")
-      .field("comm", &LlOperation::comm)
-      .field("shape", &LlOperation::shape)
-      .field("header", &LlOperation::header)
-      .field("phases", &LlOperation::phases)
-      .field("slot", &LlOperation::slot)
-      .field("shrink", &LlOperation::shrink)
-      .field("num_sms", &LlOperation::num_sms)
-      .field("state", &LlOperation::state)
-      .field("wait_cost", &LlOperation::wait_cost)
-      .field("stream", &LlOperation::stream);
-  Struct<LlDispatchArgs>(m, "LlDispatchArgs")
-      .field("op", &LlDispatchArgs::op)
-      .field("x", &LlDispatchArgs::x)
-      .field("x_stride", &LlDispatchArgs::x_stride)
-      .field("ids", &LlDispatchArgs::ids)
-      .field("topk_ids", &LlDispatchArgs::topk_ids)
-      .field("id_bytes", &LlDispatchArgs::id_bytes)
-      .field("element", &LlDispatchArgs::element)
-      .field("tokens", &LlDispatchArgs::tokens)
-      .field("scales", &LlDispatchArgs::scales)
-      .field("plan", &LlDispatchArgs::plan)
-      .field("expert_count", &LlDispatchArgs::expert_count)
-      .field("expert_offset", &LlDispatchArgs::expert_offset)
-      .field("cumulative", &LlDispatchArgs::cumulative)
-      .def("point_to",
-           point_to({&LlDispatchArgs::x, &LlDispatchArgs::ids, &LlDispatchArgs::topk_ids, &LlDispatchArgs::tokens,
-                     &LlDispatchArgs::scales, &LlDispatchArgs::plan, &LlDispatchArgs::expert_count,
-                     &LlDispatchArgs::expert_offset, &LlDispatchArgs::cumulative}));
-  Struct<LlCombineArgs>(m, "LlCombineArgs")
-      .field("op", &LlCombineArgs::op)
-      .field("y", &LlCombineArgs::y)
-      .field("ids", &LlCombineArgs::ids)
-      .field("weights", &LlCombineArgs::weights)
-      .field("plan", &LlCombineArgs::plan)
-      .field("hidden", &LlCombineArgs::hidden)
-      .field("id_bytes", &LlCombineArgs::id_bytes)
-      .field("element", &LlCombineArgs::element)
-      .field("out", &LlCombineArgs::out)
-      .field("bias", &LlCombineArgs::bias)
-      .def("point_to", point_to({&LlCombineArgs::y, &LlCombineArgs::ids, &LlCombineArgs::weights, &LlCombineArgs::plan,
-                                 &LlCombineArgs::out, &LlCombineArgs::bias}));
 }
 
 void bind_sizes(py::module_& m) {
@@ -110,19 +67,10 @@ void bind_sizes(py::module_& m) {
 
 }  // namespace
 
-// A table without these kernels has no functions for them.
-void bind_low_latency_table(py::module_& m, const char* name, const KernelTable& table) {
-  if (table.ll_dispatch == nullptr) return;
-  py::module_ sub = m.attr(name);
-  bind_kernel(sub, "ll_dispatch", table.ll_dispatch);
-  bind_kernel(sub, "ll_combine", table.ll_combine);
-}
-
 void bind_low_latency(py::module_& m) {
   bind_constants(m);
   bind_structs(m);
   bind_sizes(m);
-  bind_low_latency_table(m, "cpu", cpu_kernels());
 }
 
 }  // namespace ep::bindings

@@ -114,11 +114,13 @@ bool Engine::current_stream(uint64_t* stream) const {
   return true;
 }
 
-bool Engine::find_stream(uint64_t* stream) const {
+bool Engine::find_stream(uint64_t* stream, uint64_t* capture) const {
+  *capture = 0;
   if (!current_stream(stream)) return false;
   if (!is_on_gpu()) return true;
   try {
-    return cuda_calls().stream_capture(*stream, device_index) == 0;
+    *capture = cuda_calls().stream_capture(*stream, device_index);
+    return true;
   } catch (const std::exception&) {
     return false;  // Python finds the same error
   }
@@ -179,7 +181,6 @@ bool Turn::ended() {
   return true;
 }
 
-// Makes peers and later calls raise after an error, which stays set. Returns false.
 bool Turn::failed() {
   static PyObject* const failed_name = interned("operation_failed");
   Pending pending;

@@ -74,8 +74,13 @@ class Engine {
   bool check() const;
   // Sets the caller's stream. Returns false, maybe with Python's error set, if the device is not the current one.
   bool current_stream(uint64_t* stream) const;
-  // Does the same, and returns false if the stream captures a CUDA graph.
-  bool find_stream(uint64_t* stream) const;
+  // Does the same, and sets the id of the capture of a CUDA graph that it is in (0: none).
+  bool find_stream(uint64_t* stream, uint64_t* capture) const;
+  // Does the same, and returns false also in a capture.
+  bool find_stream(uint64_t* stream) const {
+    uint64_t capture = 0;
+    return find_stream(stream, &capture) && capture == 0;
+  }
   // Calls a method of the BaseEngine. Returns false with Python's error set.
   template <class... Args>
   bool call_owner(PyObject* method, Args... args) const {
@@ -135,22 +140,33 @@ class Turn {
   // Counts and logs the operation, and marks it as running. `kind`: its name, a str. part, continues: as in CallLog.
   // Returns false with Python's error set.
   bool begin(PyObject* kind, PyObject* part, int64_t nbytes, const Call* continues);
-  // Runs `kernel` as run_unlocked() does. Returns false with Python's error set; peers then abort.
+  // Runs `kernel` as run_unlocked() does, and then `record`, which may run Python. Returns false with Python's error
+  // set; peers then abort.
+  template <class Kernel, class Record>
+  bool run(const Kernel& kernel, const Record& record) {
+    return run_unlocked(kernel) && engine_.check() && record() ? ended() : failed();
+  }
   template <class Kernel>
   bool run(const Kernel& kernel) {
-    return end(run_unlocked(kernel) && engine_.check());
+    return run(kernel, [] { return true; });
   }
   // Ends the operation. is_done: false with Python's error set. Returns it.
   bool end(bool is_done) { return is_done ? ended() : failed(); }
+  // Makes peers and later calls raise after an error, which stays set. Returns false.
+  bool failed();
   // Gives the lock back, and returns `result`. Null with Python's error set if that fails, or if `result` is null.
   PyObject* leave(PyObject* result);
   PyObject* owner() const { return owner_.get(); }
+  // Returns the owner's load statistics. None with Python's error set.
+  Object load() const {
+    static PyObject* const name = interned("load");
+    return Object(PyObject_GetAttr(owner(), name));
+  }
   const Call& logged() const { return call_; }
 
  private:
   bool may_run();
   bool ended();
-  bool failed();
 
   Engine& engine_;
   Object owner_, lock_, kind_;

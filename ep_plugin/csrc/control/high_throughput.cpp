@@ -75,11 +75,4 @@ bool HighThroughput::join() const {
          });
 }
 
-bool HighThroughput::no_memory(int64_t nbytes) const {
-  static PyObject* const raise = interned("no_memory");
-  const Object size(PyLong_FromLongLong(nbytes));
-  if (size) call_owner(raise, size.get());
-  return false;
-}
-
 }  // namespace ep::control

@@ -117,8 +117,6 @@ class HighThroughput : public Engine, public std::enable_shared_from_this<HighTh
 
   // Orders the caller's stream after both. Returns false with Python's error set.
   bool join() const;
-  // Raises PyTorch's error for memory that it could not allocate. Returns false.
-  bool no_memory(int64_t nbytes) const;
 
   // Runs kernels in turn, without the interpreter's lock. After an error, such as that of a signal's handler while a
   // kernel of a CPU waits, the next ones do not run. Returns false with Python's error set.

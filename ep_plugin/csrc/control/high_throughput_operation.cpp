@@ -165,8 +165,7 @@ bool Dispatch::make_small_results() {
       is_made = is_made && made.view(0, {}, (recv_.overflow - recv_.expert_count) / 4 + (one == &required_));
       owners.push_back(one);
     }
-  if (!is_made) return engine.no_memory(4 * plan_words);
-  if (!give(made, owners)) return false;
+  if (!is_made || !give(made, owners)) return false;
   if (is_fresh()) routing_ = routing_of(ids, plan, T, K);
   return make_host_results();
 }
@@ -188,8 +187,7 @@ bool Dispatch::make_host_results() {
   };
   if (!is_bounded()) add(host_counts_, local, &counts);
   if (is_fresh()) add(handle_.totals, num_totals, &totals);
-  if (!is_made) return engine_->no_memory(8 * num_totals);
-  if (!give(made, owners)) return false;
+  if (!is_made || !give(made, owners)) return false;
   host_totals_ = at<int64_t>(totals);
   host_counts_at_ = at<int64_t>(counts);
   if (is_bounded()) *host_totals_ = plan_.capacity;
@@ -304,8 +302,9 @@ bool Dispatch::receive_by_totals() {
 bool Dispatch::receive_early(Rows* room, bool* is_early) {
   HighThroughput& engine = *engine_;
   if (engine.has_totals(ticket_) || !engine.is_quiet() || !engine.expected.guess(num_tokens_, topk_, room)) return true;
-  if (!make_output(*room)) {  // the output may need less memory than this room
-    PyErr_Clear();
+  if (!make_output(*room)) {
+    if (!PyErr_ExceptionMatches(PyExc_RuntimeError)) return false;
+    PyErr_Clear();  // of memory that is short, which the output may not need
     return true;
   }
   *is_early = true;
@@ -366,7 +365,7 @@ bool Dispatch::make_output(const Rows& room) {
                        (plan_.weight_dtype < 0 || rows_of(beside, plan_.weight_dtype, &recv_.weights)) &&
                        (plan_.scale_columns == 0 || rows_of(plan_.scale_columns, plan_.scale_dtype, &recv_.scales)) &&
                        (!is_fresh() || output_->empty({room.slots, K}, int32_number(), &routing_.recv_rows));
-  if (!is_made) return engine.no_memory(N * plan_.header.row_bytes);
+  if (!is_made) return false;
   if (is_fresh()) routing_.slots = room.slots;
   recv_.comm = *engine.comm;
   recv_.routing = routing_;
@@ -403,7 +402,7 @@ bool Dispatch::give_output(const Rows& rows) {
     owners[i] = nullptr;
   }
   owners.insert(owners.end(), cut.begin(), cut.end());
-  return is_made ? give(*made, owners) : engine_->no_memory(0);
+  return is_made && give(*made, owners);
 }
 
 Object Dispatch::results() const {
@@ -528,7 +527,7 @@ bool Combine::make_sums() {
     owners.push_back(&extra_out_);
     is_made = is_made && made.empty({T, routing_.topk}, plan_.extra_dtype, &recv_.extra);
   }
-  return is_made ? give(made, owners) : engine.no_memory(T * plan_.header.row_bytes);
+  return is_made && give(made, owners);
 }
 
 // -- the arguments of calls -------------------------------------------------------------------------------------------

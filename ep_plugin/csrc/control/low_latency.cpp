@@ -2,10 +2,15 @@
 
 namespace ep::control {
 
-// Whether C may run an operation now. Python runs those that are recorded, and the whole of those whose kind has
-// un-received operations. It also keeps the order of started ones.
-bool LowLatency::may_run(int kind, bool is_whole) const {
-  return comm != nullptr && !(is_whole && is_busy[kind]) && !is_recording();
+void LowLatency::forget(LowLatencyOperation& operation) {
+  operation.is_received = true;
+  for (auto& kept : un_received_[operation.kind])
+    if (kept.get() == &operation) const auto freed = std::exchange(kept, nullptr);
+}
+
+void LowLatency::close() {
+  for (auto& of_kind : un_received_)
+    for (auto& kept : of_kind) const auto freed = std::exchange(kept, nullptr);
 }
 
 bool CommunicatorDispatch::read(const LowLatency& engine, PyObject* const* args, LowLatencyDispatch::Given& given) {
@@ -20,6 +25,18 @@ bool CommunicatorCombine::read(const LowLatency& engine, PyObject* const* args, 
   PyObject* const* routing = engine.fields_of(handle);
   if (routing == nullptr) return false;
   given = {Door::kCommunicator, y, weights, bias, routing[0], routing[1], nullptr, Py_None, Py_None, {}};
+  return true;
+}
+
+bool OperatorDispatch::read(const LowLatency&, PyObject* const* args, LowLatencyDispatch::Given& given) {
+  PyObject* const* routing = args[6] == Py_None ? nullptr : args + 6;
+  given = {Door::kOperator, args[0], args[1], args[2], args[3], Py_None, routing, {args + 4, 2}};
+  return true;
+}
+
+bool OperatorCombine::read(const LowLatency&, PyObject* const* args, LowLatencyCombine::Given& given) {
+  const Settings settings{args + 7, args[7] == Py_True};  // MoECommunicator's calls have none
+  given = {Door::kOperator, args[0], args[1], args[2], args[3], args[4], nullptr, args[5], args[6], settings};
   return true;
 }
 

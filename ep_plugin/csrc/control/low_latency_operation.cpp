@@ -29,61 +29,75 @@ bool LowLatencyOperation::has_valid_ids(const DLTensor& ids) const {
   return !find_bad_id(address_of(ids), ids.type_bits / 8, ids.shape[0], ids.shape[1], engine_->comm->num_experts, &bad);
 }
 
-void LowLatencyOperation::set_phases(int32_t phases) {
-  shared().phases = phases;
-  if (phases & kLlReceive) is_received_ = true;
-}
-
 // Runs the kernel after earlier operations. Call it without the interpreter's lock.
 void LowLatencyOperation::run_in_order() {
   if (engine_->order != nullptr) shared().stream = engine_->order->enter(shared().stream);
   run();
 }
 
-bool LowLatencyOperation::launch(Turn& turn, int32_t phases) {
+// What a send half needs besides the arguments of the call.
+bool LowLatencyOperation::prepare_to_send(Turn& turn) {
+  static PyObject* const started = interned("started");
   LlOperation& op = shared();
-  const bool sends = (phases & kLlSend) != 0;
+  call_ = turn.logged();
+  if (Engine::is_recording()) {
+    const Object load = turn.load(), counted(load ? call(load.get(), started) : Object());  // (wait_cost, layer)
+    if (!counted) return false;
+    if (op.wait_cost == 0) op.wait_cost = hold(Object::borrowed(PyTuple_GET_ITEM(counted.get(), 0)));
+    layer_ = Object::borrowed(PyTuple_GET_ITEM(counted.get(), 1));
+  }
+  if (!allocate(turn)) return false;
+  op.comm = *engine_->comm;
+  op.slot = engine_->next_slot(kind, capture != 0);
+  return true;
+}
+
+bool LowLatencyOperation::launch(Turn& turn, int32_t phases) {
+  const bool sends = (phases & kLlSend) != 0, receives = (phases & kLlReceive) != 0;
   if (sends && !engine_->count_served()) return false;
   if (!turn.begin(name(), part_of(phases), nbytes_, sends ? nullptr : &call_)) return false;
-  if (sends) {
-    call_ = turn.logged();
-    op.comm = *engine_->comm;
-    op.slot = engine_->next_slot(kind, false);
-  }
-  set_phases(phases);
-  return turn.run([&] { run_in_order(); });
+  if (sends && !prepare_to_send(turn)) return turn.failed();
+  if (receives) engine_->forget(*this);
+  shared().phases = phases;
+  return turn.run([&] { run_in_order(); },
+                  [&] {
+                    if (!receives || !Engine::is_recording()) return true;
+                    const Object load = turn.load();
+                    return load && count(load.get());
+                  });
 }
 
 PyObject* LowLatencyOperation::receive() {
-  if (is_received_ || is_watched() || needs_grad()) return left();
+  if (is_watched() || needs_grad()) return left();
   return in_turn(*engine_, [&](Turn& turn) -> PyObject* {
-    uint64_t stream = 0;
-    if (!turn.enter() || !engine_->find_stream(&stream)) return left();
-    if (stream != shared().stream) return left();  // Python passes another stream to the allocator
+    uint64_t stream = 0, current_capture = 0;
+    if (!turn.enter() || is_received || !engine_->find_stream(&stream, &current_capture)) return left();
+    // Python says which captures do not fit, and passes another stream to the allocator.
+    if (current_capture != capture || stream != shared().stream) return left();
     return launch(turn, kLlReceive) ? made().release() : nullptr;
   });
 }
 
-Object LowLatencyOperation::finish() {
-  if (!engine_->find_stream(&shared().stream)) {
-    if (!PyErr_Occurred()) PyErr_SetString(PyExc_RuntimeError, "expected the current device to be the communicator's");
-    return Object();
-  }
-  set_phases(kLlReceive);
-  return run_unlocked([&] { run_in_order(); }) && engine_->check() ? results() : Object();
+PyObject* LowLatencyOperation::collect() {
+  return in_turn(*engine_, [&](Turn& turn) -> PyObject* {
+    uint64_t current_capture = 0;
+    if (!turn.enter() || !engine_->find_stream(&shared().stream, &current_capture)) return left();
+    return launch(turn, kLlReceive) ? results().release() : nullptr;
+  });
 }
 
 LowLatencyDispatch::LowLatencyDispatch(std::shared_ptr<LowLatency> engine, const Given& given)
-    : LowLatencyOperation(std::move(engine), kDispatch, given.door), handle_(Object::borrowed(given.handle)) {
+    : LowLatencyOperation(std::move(engine), kDispatch, given.door),
+      is_fresh_(given.routing == nullptr),
+      handle_(Object::borrowed(given.handle)) {
   if (door_ != Door::kBuffer) return;
   max_tokens_ = Object::borrowed(given.settings.values[0]);
   num_experts_ = Object::borrowed(given.settings.values[1]);
 }
 
-bool LowLatencyDispatch::prepare(const Given& given, Turn& turn) {
+bool LowLatencyDispatch::prepare(const Given& given) {
   Inputs inputs;
   DLTensor x, ids, old_ids{}, cumulative, wait_cost, none;
-  const bool is_fresh = given.routing == nullptr;
   if (!read(inputs, {{given.x, &x},
                      {given.ids, &ids},
                      {Py_None, &none},
@@ -91,33 +105,34 @@ bool LowLatencyDispatch::prepare(const Given& given, Turn& turn) {
                      {given.cumulative, &cumulative},
                      {given.wait_cost, &wait_cost}}))
     return false;
-  if (!is_fresh && !read(inputs, {{given.routing[0], &old_ids}, {given.routing[1], &none}})) return false;
+  if (!is_fresh_ && !read(inputs, {{given.routing[0], &old_ids}, {given.routing[1], &none}})) return false;
   const LowLatencyDispatchPlan* plan = engine_->dispatches.find(inputs.form(), given.door, given.settings);
   if (plan == nullptr) return false;
   plan_ = *plan;
   LlDispatchArgs& op = plan_.args;
-  if (!engine_->find_stream(&op.op.stream) || !has_valid_ids(ids)) return false;
+  if (!engine_->find_stream(&op.op.stream, &capture) || !has_valid_ids(ids)) return false;
   nbytes_ = bytes_of(x);
+  num_tokens_ = ids.shape[0];
   op.x = address_of(x);
-  op.ids = address_of(is_fresh ? ids : old_ids);  // the same ids give the same routing
+  op.ids = address_of(is_fresh_ ? ids : old_ids);  // the same ids give the same routing
   op.cumulative = address_of(cumulative);
   op.op.wait_cost = address_of(wait_cost);
-  return allocate(ids.shape[0], turn);
+  return true;
 }
 
 // One block of int32 has all small results. Each begins where a tensor of its own might. A Buffer's plan has a storage
 // of its own.
-bool LowLatencyDispatch::allocate(int64_t num_tokens, Turn& turn) {
+bool LowLatencyDispatch::allocate(Turn& turn) {
   static const int32_t int32 = dtype_number("int32");
   static PyObject* const view_name = interned("view");
   LlDispatchArgs& op = plan_.args;
   const LlPlanLayout& layout = plan_.layout;
-  const bool is_for_buffer = door_ == Door::kBuffer, has_handle = !is_for_buffer && handle_.get() == Py_None;
+  const bool is_for_buffer = door_ == Door::kBuffer, has_handle = !is_for_buffer && is_fresh_;
   const int64_t local = engine_->local_experts, topk = op.op.header.topk;
   int64_t words = 0;
   auto place = [&](int64_t needed) { return std::exchange(words, words + aligned(needed)); };
   if (!is_for_buffer) place(layout.words);
-  const int64_t at_ids = place(has_handle ? num_tokens * topk : 0), at_counts = place(local),
+  const int64_t at_ids = place(has_handle ? num_tokens_ * topk : 0), at_counts = place(local),
                 at_offsets = place(local + 1);
 
   Results made = engine_->new_results();
@@ -139,7 +154,7 @@ bool LowLatencyDispatch::allocate(int64_t num_tokens, Turn& turn) {
     is_made = is_made && view(offsets_, 0, {local + 1}, at_offsets);
   }
   if (has_handle)
-    is_made = is_made && view(topk_ids_, 0, {num_tokens, topk}, at_ids) && view(words_, 0, {layout.words}, 0);
+    is_made = is_made && view(topk_ids_, 0, {num_tokens_, topk}, at_ids) && view(words_, 0, {layout.words}, 0);
   if (!is_made || !allocate_rows(made, owners, turn)) return false;
   if (is_for_buffer) made.drop(1);
   made.drop(0);
@@ -172,6 +187,12 @@ bool LowLatencyDispatch::allocate_rows(Results& made, std::vector<Object*>& owne
   return true;
 }
 
+Object LowLatencyDispatch::count(PyObject* load) const {
+  static PyObject* const dispatched = interned("dispatched");
+  const Object& ranges = door_ == Door::kBuffer ? layout_range_ : words_;
+  return call(load, dispatched, is_fresh_ ? ranges.get() : Py_None, or_none(layer_));
+}
+
 void LowLatencyDispatch::run() { engine_->run_dispatch(plan_.args); }
 
 Object LowLatencyDispatch::results() const {
@@ -202,7 +223,7 @@ Object LowLatencyDispatch::made() const {
   return output && handle ? tuple_of({output.get(), handle.get()}) : Object();
 }
 
-bool LowLatencyCombine::prepare(const Given& given, Turn&) {
+bool LowLatencyCombine::prepare(const Given& given) {
   Inputs inputs;
   DLTensor y, weights, bias, ids, words, out, wait_cost, none;
   if (!read(inputs,
@@ -215,7 +236,7 @@ bool LowLatencyCombine::prepare(const Given& given, Turn&) {
   if (plan == nullptr) return false;
   plan_ = *plan;
   LlCombineArgs& op = plan_.args;
-  if (!engine_->find_stream(&op.op.stream)) return false;
+  if (!engine_->find_stream(&op.op.stream, &capture)) return false;
   nbytes_ = bytes_of(y);
   op.y = address_of(y);
   op.ids = address_of(ids);
@@ -229,15 +250,24 @@ bool LowLatencyCombine::prepare(const Given& given, Turn&) {
     if (begin != 4 * layout.src_info || storage_bytes != 4 * layout.words || !has_valid_ids(ids)) return false;
     op.plan -= 4 * layout.src_info;
   }
-  if (given.out != Py_None) {
-    out_ = Object::borrowed(given.out);
-    return true;
-  }
+  num_tokens_ = ids.shape[0];
+  if (given.out != Py_None) out_ = Object::borrowed(given.out);
+  return true;
+}
+
+bool LowLatencyCombine::allocate(Turn&) {
+  if (out_) return true;
+  LlCombineArgs& op = plan_.args;
   Results made = engine_->new_results();
-  return made.empty({ids.shape[0], op.hidden}, plan_.dtype, &op.out) && give(made, {&out_});
+  return made.empty({num_tokens_, op.hidden}, plan_.dtype, &op.out) && give(made, {&out_});
 }
 
 void LowLatencyCombine::run() { engine_->run_combine(plan_.args); }
+
+Object LowLatencyCombine::count(PyObject* load) const {
+  static PyObject* const combined = interned("combined");
+  return call(load, combined);
+}
 
 Object LowLatencyCombine::results() const { return tuple_of({out_.get(), Py_None}); }
 

@@ -1,4 +1,4 @@
-// One low-latency operation that is like an earlier one: its arguments, its results, and its halves.
+// One low-latency operation: its arguments, its results, and its halves.
 #pragma once
 #include <memory>
 
@@ -32,30 +32,35 @@ class LowLatencyOperation : public Operation {
  public:
   LowLatencyOperation(std::shared_ptr<LowLatency> engine, int kind, Door door);
 
-  // Runs these halves in a thread's turn. Returns false as Turn::begin() does.
+  // Runs these halves in a thread's turn. Returns false with Python's error set.
   bool launch(Turn& turn, int32_t phases);
-  // Runs the receive half and returns what the door returns. None if Python must do it; null with Python's error set.
+  // Runs the receive half and returns what the door returns. None if Python must take the call; null with Python's
+  // error set.
   PyObject* receive();
-  // Runs the receive half within a call that Python has begun, and returns results(). Null with Python's error set.
-  Object finish();
+  // Runs the receive half on the caller's stream and returns results(). None if the communicator or the device has
+  // another state than Python has found; null with Python's error set.
+  PyObject* collect();
 
   const int kind;
-  bool is_received() const { return is_received_; }
+  uint64_t capture = 0;      // of the CUDA graph in which it was started; 0: none
+  bool is_received = false;  // its receive half was launched, or never will be
 
  protected:
   // Whether ids are as dispatch checks them. True on GPUs, which check them in Python if they must.
   bool has_valid_ids(const DLTensor& ids) const;
 
   virtual LlOperation& shared() = 0;
-  virtual void run() = 0;  // the kernel, for the phases in shared()
+  virtual bool allocate(Turn& turn) = 0;  // false with Python's error set
+  virtual void run() = 0;                 // the kernel, for the phases in shared()
+  // Adds the operation to the load statistics. Null with Python's error set.
+  virtual Object count(PyObject* load) const = 0;
 
   const std::shared_ptr<LowLatency> engine_;
+  Object layer_;  // that has started the operation, if statistics are recorded
 
  private:
-  void set_phases(int32_t phases);
+  bool prepare_to_send(Turn& turn);
   void run_in_order();
-
-  bool is_received_ = false;
 };
 
 class LowLatencyDispatch : public LowLatencyOperation {
@@ -69,20 +74,23 @@ class LowLatencyDispatch : public LowLatencyOperation {
     Settings settings;                           // Buffer: T_max and E come first
   };
   LowLatencyDispatch(std::shared_ptr<LowLatency> engine, const Given& given);
-  // Fills the arguments and allocates the results. Returns false for a call that Python must take.
-  bool prepare(const Given& given, Turn& turn);
+  // Fills the arguments. Returns false for a call that Python must take or check.
+  bool prepare(const Given& given);
 
   Object results() const override;
   Object made() const override;
 
  private:
-  bool allocate(int64_t num_tokens, Turn& turn);
+  bool allocate(Turn& turn) override;
   bool allocate_rows(Results& made, std::vector<Object*>& owners, Turn& turn);
   LlOperation& shared() override { return plan_.args.op; }
   void run() override;
+  Object count(PyObject* load) const override;
 
   LowLatencyDispatchPlan plan_;  // with the arguments of this operation
-  Object handle_;                // Py_None: this dispatch makes the routing
+  const bool is_fresh_;          // this dispatch makes the routing
+  int64_t num_tokens_ = 0;
+  Object handle_;
   Object max_tokens_, num_experts_;
   Object rows_, scales_, counts_, offsets_;
   Object topk_ids_, words_;         // the routing, for MoECommunicator
@@ -101,16 +109,19 @@ class LowLatencyCombine : public LowLatencyOperation {
   };
   LowLatencyCombine(std::shared_ptr<LowLatency> engine, const Given& given)
       : LowLatencyOperation(std::move(engine), kCombine, given.door) {}
-  bool prepare(const Given& given, Turn& turn);
+  bool prepare(const Given& given);
 
   Object results() const override;
   Object made() const override { return out_; }
 
  private:
+  bool allocate(Turn& turn) override;
   LlOperation& shared() override { return plan_.args.op; }
   void run() override;
+  Object count(PyObject* load) const override;
 
   LowLatencyCombinePlan plan_;
+  int64_t num_tokens_ = 0;
   Object out_;
 };
 

@@ -57,7 +57,7 @@ bool make_parts(Results& made, std::vector<Object*>& owners, const std::vector<P
 }
 
 bool append_key(std::string& form, Door door, const Settings& settings) {
-  form += static_cast<char>(door);
+  form += door == Door::kBuffer ? 'b' : 'c';
   for (Py_ssize_t i = 0; i < settings.count; ++i) {
     PyObject* value = settings.values[i];
     if (value == Py_None) {
@@ -89,7 +89,14 @@ bool Operation::read(Inputs& inputs, std::initializer_list<std::pair<PyObject*, 
     *tensor = inputs.last();
     if (object != Py_None) inputs_.push_back(Object::borrowed(object));
   }
-  return door_ != Door::kCommunicator || !inputs.needs_grad();  // nothing of a Buffer is differentiable
+  return door_ != Door::kCommunicator || !inputs.needs_grad();
+}
+
+Address Operation::hold(Object tensor) {
+  DLTensor found{};
+  if (exchange_api()->from_object(tensor.get(), &found) != 0) return 0;
+  inputs_.push_back(std::move(tensor));
+  return address_of(found);
 }
 
 bool Operation::needs_grad() const {

@@ -1,4 +1,4 @@
-// One operation that is like an earlier one: what all kinds share, and how earlier ones are found.
+// One operation: what all kinds share, and how earlier ones that are like it are found.
 #pragma once
 #include <initializer_list>
 #include <string>
@@ -11,11 +11,11 @@
 
 namespace ep::control {
 
-// Who calls. Each checks its arguments by rules of its own, so no door may rely on the checks of another.
-enum class Door : char {
-  kCommunicator = 'c',  // MoECommunicator
-  kBuffer = 'b',        // deep_ep.Buffer
-  kOperator = 'o'       // torch.ops.ep_plugin, below autograd
+// Who calls.
+enum class Door {
+  kCommunicator,  // MoECommunicator's methods. Python takes calls that PyTorch must see, or that need a gradient
+  kOperator,      // the operator below, and operations that were started: somebody above has seen to these
+  kBuffer,        // deep_ep.Buffer, of which nothing is differentiable
 };
 
 // The arguments of a call that are no tensors.
@@ -24,8 +24,9 @@ struct Settings {
   Py_ssize_t count = 0;
 };
 
-// Appends the door and the settings to the form of a call's tensors. Calls of one key need one check. Returns false for
-// settings that are neither None nor of the types bool, int and str, and for numbers and text that no setting has.
+// Appends the door and the settings to the form of a call's tensors. Calls of one key need one check. A Buffer checks
+// its arguments by rules of its own, so it shares no key with others. Returns false for settings that are neither None
+// nor of the types bool, int and str, and for numbers and text that no setting has.
 bool append_key(std::string& form, Door door, const Settings& settings);
 
 // What calls of one key share, by key.
@@ -69,11 +70,13 @@ class Operation {
   const Call& logged() const { return call_; }
 
  protected:
-  // Reads and holds tensors in turn. Returns false for a call that Python must take.
+  // Reads and holds tensors in turn. Returns false for a call that Python must take or check.
   bool read(Inputs& inputs, std::initializer_list<std::pair<PyObject*, DLTensor*>> tensors,
             RowsInForm rows = kFixedRows);
   // Whether autograd must record the operation at its end.
   bool needs_grad() const;
+  // Holds a tensor that was not read. Returns its address.
+  Address hold(Object tensor);
 
   const Door door_;
   int64_t nbytes_ = 0;
@@ -102,7 +105,7 @@ struct Part {
   Address* address;  // where to write its address, or null
 };
 // Makes tensors of int32: views of one block, each of which begins where a tensor of its own might, or if is_shared is
-// false, each with its own memory. Returns false if PyTorch fails.
+// false, each with its own memory. Returns false with Python's error set.
 bool make_parts(Results& made, std::vector<Object*>& owners, const std::vector<Part>& parts, bool is_shared);
 
 }  // namespace ep::control

@@ -3,6 +3,7 @@
 #include <dlfcn.h>
 
 #include <algorithm>
+#include <map>
 
 namespace ep::control {
 
@@ -13,11 +14,13 @@ constexpr char kLibrary[] = "libtorch_cpu.so";
 
 TorchFunctions functions{};
 void* library = nullptr;
+PyObject* torch_module = nullptr;
 const DLExchangeApi* api = nullptr;
 // Python's objects live as long as the process.
-PyObject *tensor_type = nullptr, *parameter_type = nullptr, *adopt = nullptr, *num_modes = nullptr,
-         *transforms = nullptr, *is_profiling = nullptr, *is_deterministic = nullptr, *forward_ad = nullptr,
-         *level_name = nullptr;
+PyObject *tensor_type = nullptr, *parameter_type = nullptr, *adopt = nullptr, *release = nullptr,
+         *empty_strided = nullptr, *num_modes = nullptr, *transforms = nullptr, *is_profiling = nullptr,
+         *is_deterministic = nullptr, *forward_ad = nullptr, *level_name = nullptr;
+std::map<int32_t, PyObject*> dtypes;  // torch's objects, by number
 
 template <class Function>
 bool find(const char* name, Function& function) {
@@ -41,6 +44,8 @@ bool find_objects(PyObject* torch) {
   parameter_type = attribute(torch, {"nn", "Parameter"});
   adopt = attribute(torch, {"_C", "_aoti", "alloc_tensors_by_stealing_from_void_ptrs"});
   if (adopt == nullptr && functions.torch_tensor_to_pyobject != nullptr) PyErr_Clear();
+  release = attribute(torch, {"_C", "_aoti", "unsafe_alloc_void_ptrs_from_tensors"});
+  empty_strided = attribute(torch, {"empty_strided"});
   num_modes = attribute(torch, {"_C", "_len_torch_dispatch_stack"});
   transforms = attribute(torch, {"_C", "_functorch", "peek_interpreter_stack"});
   is_profiling = attribute(torch, {"_C", "_autograd", "_profiler_enabled"});
@@ -75,12 +80,19 @@ struct Strides {
   }
 };
 
+// Sets Python's error for functions of PyTorch that fail for no other reason.
+bool out_of_memory() {
+  PyErr_NoMemory();
+  return false;
+}
+
 }  // namespace
 
 const TorchFunctions& torch_functions() { return functions; }
 const DLExchangeApi* exchange_api() { return api; }
 
 bool find_torch(PyObject* torch) {
+  torch_module = torch;
   library = dlopen(kLibrary, RTLD_NOW | RTLD_NOLOAD);
   if (library == nullptr) {
     PyErr_Format(PyExc_ImportError, "expected %s to be loaded by PyTorch, found none", kLibrary);
@@ -97,8 +109,11 @@ bool find_torch(PyObject* torch) {
 }
 
 int32_t dtype_number(const std::string& name) {
-  auto number = reinterpret_cast<int32_t (*)()>(dlsym(library, ("aoti_torch_dtype_" + name).c_str()));
-  return number == nullptr ? -1 : number();
+  const auto find_number = reinterpret_cast<int32_t (*)()>(dlsym(library, ("aoti_torch_dtype_" + name).c_str()));
+  if (find_number == nullptr) return -1;
+  const int32_t number = find_number();
+  if (dtypes.count(number) == 0) dtypes[number] = attribute(torch_module, {name.c_str()});
+  return number;
 }
 
 bool is_plain(PyObject* object) {
@@ -107,7 +122,7 @@ bool is_plain(PyObject* object) {
 }
 
 bool is_watched() {
-  for (PyObject* ask : {num_modes, is_profiling, is_deterministic}) {
+  for (PyObject* ask : {num_modes, is_profiling}) {
     const Object said(PyObject_CallNoArgs(ask));
     if (!said || PyObject_IsTrue(said.get()) != 0) return true;
   }
@@ -121,22 +136,49 @@ Results::~Results() {
 
 bool Results::empty(std::initializer_list<int64_t> sizes, int32_t dtype, Address* address, const int64_t* strides) {
   const Strides contiguous(sizes);
+  if (strides == nullptr) strides = contiguous.of;
   TensorHandle made = nullptr;
   void* data = nullptr;
-  if (functions.aoti_torch_empty_strided(sizes.size(), sizes.begin(), strides == nullptr ? contiguous.of : strides,
-                                         dtype, type_, index_, &made) != 0)
-    return false;
+  const Object fills(PyObject_CallNoArgs(is_deterministic));
+  if (fills.get() != Py_False ||
+      functions.aoti_torch_empty_strided(sizes.size(), sizes.begin(), strides, dtype, type_, index_, &made) != 0)
+    made = made_by_python(sizes.size(), sizes.begin(), strides, dtype);
+  if (made == nullptr) return false;
   held_.push_back(made);
-  if (functions.aoti_torch_get_data_ptr(made, &data) != 0) return false;
+  if (functions.aoti_torch_get_data_ptr(made, &data) != 0) return out_of_memory();
   *address = reinterpret_cast<Address>(data);
   return true;
+}
+
+// Returns a tensor that PyTorch's own function makes: it fills the memory if it must, and raises its own errors. Null
+// with Python's error set.
+TensorHandle Results::made_by_python(size_t num_dims, const int64_t* sizes, const int64_t* strides,
+                                     int32_t dtype) const {
+  const Object shape(PyTuple_New(num_dims)), steps(PyTuple_New(num_dims)), keywords(PyDict_New());
+  if (!shape || !steps || !keywords || PyErr_Occurred()) return nullptr;
+  for (size_t i = 0; i < num_dims; ++i) {
+    PyTuple_SET_ITEM(shape.get(), i, PyLong_FromLongLong(sizes[i]));
+    PyTuple_SET_ITEM(steps.get(), i, PyLong_FromLongLong(strides[i]));
+  }
+  const Object device(type_ == kTorchCpu ? PyUnicode_FromString("cpu") : PyUnicode_FromFormat("cuda:%d", index_));
+  const Object given(PyTuple_Pack(2, shape.get(), steps.get()));
+  if (!device || !given || PyDict_SetItemString(keywords.get(), "dtype", dtypes.at(dtype)) != 0 ||
+      PyDict_SetItemString(keywords.get(), "device", device.get()) != 0)
+    return nullptr;
+  const Object made(PyObject_Call(empty_strided, given.get(), keywords.get()));
+  const Object list(made ? PyList_New(1) : nullptr);
+  if (!list) return nullptr;
+  PyList_SET_ITEM(list.get(), 0, Py_NewRef(made.get()));
+  const Object handles(PyObject_CallOneArg(release, list.get()));
+  return handles ? static_cast<TensorHandle>(PyCapsule_GetPointer(PyList_GET_ITEM(handles.get(), 0), nullptr))
+                 : nullptr;
 }
 
 bool Results::view(size_t of, std::initializer_list<int64_t> sizes, int64_t begin) {
   TensorHandle made = nullptr;
   if (functions.aoti_torch__reinterpret_tensor(held_[of], sizes.size(), sizes.begin(), Strides(sizes).of, begin,
                                                &made) != 0)
-    return false;
+    return out_of_memory();
   held_.push_back(made);
   return true;
 }
@@ -153,7 +195,7 @@ Object Results::to_objects() {
     if (functions.torch_tensor_to_pyobject == nullptr)
       object = PyCapsule_New(held_[i], nullptr, nullptr);
     else if (functions.torch_tensor_to_pyobject(held_[i], nullptr, &object) != 0)  // a reference of its own
-      return Object();
+      out_of_memory();
     if (object == nullptr) return Object();
     PyList_SET_ITEM(list.get(), static_cast<Py_ssize_t>(i), static_cast<PyObject*>(object));
   }

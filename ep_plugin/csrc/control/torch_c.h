@@ -79,8 +79,8 @@ int32_t dtype_number(const std::string& name);
 // Whether `object` is a torch.Tensor or a Parameter itself, no subclass. Its value is then its memory.
 bool is_plain(PyObject* object);
 
-// Whether a mode, a transform, a profiler or forward-mode differentiation must see a call's operators, or PyTorch must
-// fill new memory (deterministic algorithms); also if Python fails to say so, with its error set.
+// Whether a mode, a transform, a profiler or forward-mode differentiation must see a call's operators; also if Python
+// fails to say so, with its error set.
 bool is_watched();
 
 // New tensors of one device. It deletes them, unless to_objects() has passed them on.
@@ -91,20 +91,20 @@ class Results {
   Results(const Results&) = delete;
   Results& operator=(const Results&) = delete;
 
-  // Each adds a tensor, and returns false if PyTorch fails, without an error of Python's: the caller lets Python make
-  // the tensor, which raises PyTorch's error.
-  // `strides` may be null: contiguous.
+  // Each adds a tensor. Returns false with Python's error set.
+  // `strides` may be null: contiguous. Deterministic algorithms may ask PyTorch to fill the tensor.
   bool empty(std::initializer_list<int64_t> sizes, int32_t dtype, Address* address, const int64_t* strides = nullptr);
   // A contiguous view of the tensor `of`, from the element `begin` on.
   bool view(size_t of, std::initializer_list<int64_t> sizes, int64_t begin);
   size_t size() const { return held_.size(); }
   // Deletes a tensor, whose views stay.
   void drop(size_t at);
-  // Returns a list of tensor objects, in the order in which they were added; none if PyTorch or Python fails, maybe
-  // with Python's error set.
+  // Returns a list of tensor objects, in the order in which they were added. None with Python's error set.
   Object to_objects();
 
  private:
+  TensorHandle made_by_python(size_t num_dims, const int64_t* sizes, const int64_t* strides, int32_t dtype) const;
+
   int32_t type_, index_;
   std::vector<TensorHandle> held_;
 };

@@ -267,11 +267,6 @@ class HighThroughputEngine(GroupEngine):
         self.check()
         raise EpPluginError(f"{self.name}: the device did not finish step notify in its time")
 
-    def no_memory(self, nbytes: int) -> None:
-        """Raises PyTorch's error for results of `nbytes` that could not be allocated."""
-        torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-        raise torch.OutOfMemoryError(f"{self.name}: expected memory for results of {nbytes} bytes, got none")
-
     # -- errors --------------------------------------------------------------------------------------------------
 
     def described(self, field: int, value: int) -> tuple[str, str]:

@@ -7,7 +7,6 @@ Shapes: T tokens, H hidden size, K experts per token, R ranks, E_l local experts
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -15,15 +14,14 @@ import torch
 from ep_plugin import _C
 from ep_plugin.dtypes import DTYPE_CODES, ELEMENTS, weight_dtype
 from ep_plugin.moe.arguments import check_beside, check_combine
-from ep_plugin.moe.in_flight import Tensors
-from ep_plugin.moe.low_latency.dispatch import check_stats, named, operation
+from ep_plugin.moe.low_latency.dispatch import check_stats, named
 from ep_plugin.moe.low_latency.engine import LowLatencyEngine
-from ep_plugin.moe.low_latency.in_flight import RECEIVE, LowLatencyOperation
+from ep_plugin.moe.low_latency.in_flight import LowLatencyCall
 from ep_plugin.runtime.tensors import check_kind
 
 
-class LowLatencyCombine(LowLatencyOperation):
-    """One combine, from its operator's arguments to the sums.
+class LowLatencyCombine(LowLatencyCall):
+    """One combine.
 
     y: ``[E_l, N, H]``.
     weights: ``[T, K]``; None: all weights are 1.
@@ -51,11 +49,6 @@ class LowLatencyCombine(LowLatencyOperation):
         self._out, self._logfmt, self._wait_cost = out, logfmt, wait_cost
 
     def check(self) -> None:
-        given = self.rows, self._weights, self._bias, self._ids, self._plan, self._out, self._wait_cost
-        if not self._is_known(_C.form_of(*given), self._logfmt):
-            self._check_all()
-
-    def _check_all(self) -> None:
         engine, y = self._engine, self.rows
         routing = engine.routing("handle", self._ids, self._plan)
         rows = routing.totals[0]
@@ -66,7 +59,7 @@ class LowLatencyCombine(LowLatencyOperation):
         if not y.is_contiguous():
             raise ValueError(f"y: expected a contiguous tensor, got strides {tuple(y.stride())}")
         self._align("y", y.view(rows, y.shape[2]))
-        check_combine(engine, self.rows, None, self._bias, None, routing)
+        check_combine(engine, self.rows.view(rows, y.shape[2]), None, self._bias, None, routing)
         row_bytes, most = y.shape[2] * y.element_size(), engine.config.max_row_bytes
         if most is not None and row_bytes > most:
             raise ValueError(f"y: expected rows of at most max_row_bytes={most} bytes, got {row_bytes}")
@@ -87,14 +80,13 @@ class LowLatencyCombine(LowLatencyOperation):
             )
         check_stats("wait_cost", self._wait_cost, engine.size, torch.int64, engine)
         self._max_tokens = engine.tokens_of(per_expert)
+        self._become_plain("_weights", "_bias", "_ids", "_plan", "_out", "_wait_cost")
 
-    def results(self) -> Tensors:
-        return self._sums, None
+    def for_operator(self) -> tuple[Any, ...]:
+        given = self.rows, self._weights, self._bias, self._ids, self._plan, self._out, self._wait_cost
+        return *given, self._logfmt
 
-    def tensors(self) -> Tensors:
-        return self.rows, self._weights, self._bias, self._ids, self._wait_cost, self._plan, self._sums
-
-    def describe(self) -> tuple[Any, tuple[int, int]]:
+    def remember(self) -> None:
         engine, y = self._engine, self.rows
         (T, K), hidden = self._ids.shape, y.shape[-1]
         header = _C.LlHeader(
@@ -107,26 +99,19 @@ class LowLatencyCombine(LowLatencyOperation):
             config_hash=engine.config_hash,
             num_tokens=T,
         )
-        args = _C.LlCombineArgs(
-            op=operation(engine, header), hidden=hidden, id_bytes=self._ids.element_size(), element=ELEMENTS[y.dtype]
+        of_plan: tuple[torch.Tensor, ...] = (self._plan,)
+        settings: tuple[Any, ...] = (True,) if self._logfmt else ()
+        if self.buffer_rest is not None:
+            of_plan, settings = self.buffer_rest[2:4], self.buffer_rest[6:]
+        form = _C.form_of(y, self._weights, self._bias, self._ids, *of_plan, self._out, self._wait_cost)
+        assert form is not None, "checked tensors have a form"
+        engine.control.remember_combine(
+            self.buffer_rest is not None,
+            form,
+            settings,
+            header,
+            self._ids.element_size(),
+            ELEMENTS[y.dtype],
+            hidden,
+            named(y.dtype),
         )
-        return args, (T, hidden)
-
-    def remember(self) -> None:
-        if self._out is None and not self._logfmt and self._wait_cost is None:
-            self.remember_for(False, self._form, ())
-
-    def remember_for(self, is_for_buffer: bool, form: bytes | None, settings: tuple[Hashable, ...]) -> None:
-        assert form is not None
-        args, dtype = self._known[0], named(self.rows.dtype)
-        self._engine.control.remember_combine(is_for_buffer, form, settings, args, dtype)
-
-    def fill(self, args: Any, known: Any) -> None:
-        self._sums = self.rows.new_empty(known[1]) if self._out is None else self._out
-        args.point_to(self.rows, self._ids, self._weights, self._plan, self._sums, self._bias)
-
-    def launch(self, phases: int) -> None:
-        self._engine.kernels.ll_combine(self._ready(phases))
-        if phases & RECEIVE:
-            self._engine.load.combined()
-        self._engine.check()

@@ -6,7 +6,6 @@ Shapes: R ranks, T_max tokens of a rank at most, E_l local experts, K experts pe
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 import sys
 from collections import deque
@@ -16,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from ep_plugin import _C, counts, env
+from ep_plugin import _C, counts
 from ep_plugin.config import ROW_ALIGNMENT_BYTES, MoECommunicatorConfig
 from ep_plugin.dtypes import DTYPES
 from ep_plugin.errors import CaptureRefused, NotSupported
@@ -28,7 +27,6 @@ from ep_plugin.moe.statistics import Sums
 from ep_plugin.runtime.base import running
 from ep_plugin.runtime.group import GroupEngine
 from ep_plugin.runtime.streams import kernels_for, low_latency_streams
-from ep_plugin.runtime.tensors import KnownCalls
 from ep_plugin.transport import open_memory
 from ep_plugin.transport.exchange import Exchange
 from ep_plugin.transport.topology import NodeMap
@@ -37,27 +35,38 @@ _FIELD_NAMES = {"topk": "top-k", "max_tokens": "most tokens of a rank", "num_tok
 _LARGE_BYTES = 2**20
 
 
+class Functions(NamedTuple):
+    """Functions of C that run an operation or start it. Each returns None for a call that Python must take or check.
+
+    - The first four take the arguments of MoECommunicator's methods.
+    - The next four run the operators' calls: x, topk_ids, cumulative, wait_cost, capacity, quantize, topk_ids and plan
+      of an earlier dispatch; and y, weights, bias, topk_ids, plan, out, wait_cost, logfmt.
+    - The others take the arguments of deep_ep.Buffer's calls: x, topk_idx, cumulative_local_expert_recv_stats,
+      dispatch_wait_recv_cost_stats, T_max, E, use_fp8, round_scale, use_ue8m0; and x, topk_weights, topk_idx, src_info,
+      layout_range, out, combine_wait_recv_cost_stats, T_max, H, E, use_logfmt.
+
+    Functions that start an operation return it as a _C.StartedOperation.
+    """
+
+    dispatch: Callable[..., Any]
+    combine: Callable[..., Any]
+    start_dispatch: Callable[..., Any]
+    start_combine: Callable[..., Any]
+    operator_dispatch: Callable[..., Any]
+    operator_combine: Callable[..., Any]
+    start_operator_dispatch: Callable[..., Any]
+    start_operator_combine: Callable[..., Any]
+    buffer_dispatch: Callable[..., Any]
+    buffer_combine: Callable[..., Any]
+    start_buffer_dispatch: Callable[..., Any]
+    start_buffer_combine: Callable[..., Any]
+
+
 def _leave(*given: Any) -> None:
     """Takes the place of a function of C."""
 
 
-class InC(NamedTuple):
-    """Functions of C that run operations like earlier ones. Each returns None for a call that Python must take.
-
-    The first four take the arguments of MoECommunicator's methods. The others take those of deep_ep.Buffer's calls:
-    x, topk_idx, cumulative_local_expert_recv_stats, dispatch_wait_recv_cost_stats, T_max, E, use_fp8, round_scale,
-    use_ue8m0; and x, topk_weights, topk_idx, src_info, layout_range, out, combine_wait_recv_cost_stats, T_max, H, E,
-    use_logfmt. Functions that start an operation return it as a _C.StartedOperation.
-    """
-
-    dispatch: Callable[..., Any] = _leave
-    combine: Callable[..., Any] = _leave
-    start_dispatch: Callable[..., Any] = _leave
-    start_combine: Callable[..., Any] = _leave
-    buffer_dispatch: Callable[..., Any] = _leave
-    buffer_combine: Callable[..., Any] = _leave
-    start_buffer_dispatch: Callable[..., Any] = _leave
-    start_buffer_combine: Callable[..., Any] = _leave
+NO_FUNCTIONS = Functions(*(_leave,) * len(Functions._fields))
 
 
 class LowLatencyEngine(GroupEngine):
@@ -68,7 +77,8 @@ class LowLatencyEngine(GroupEngine):
     Attributes:
         config: the communicator's configuration, with max_row_bytes set.
         mask: int32 ``[R]`` on the device, 1: masked. Kernels read and write it.
-        known: the results of `describe` of operations that were checked, by call.
+        functions: the functions of C that run operations.
+        in_c: those that callers may call without `LowLatencyInFlight`, which opens ranges and checks ids on GPUs.
     """
 
     flat = False
@@ -79,8 +89,6 @@ class LowLatencyEngine(GroupEngine):
     def _construct(self, group: dist.ProcessGroup, config: MoECommunicatorConfig) -> None:
         device = self.device
         self.kernels = kernels_for(device)
-        if not hasattr(self.kernels, "ll_dispatch"):
-            raise NotSupported(f'mode="ll": expected a device of cpu in this release, got {device}')
         self.config_hash = config.agreement_hash() & 0x7FFFFFFF
         self.streams = low_latency_streams(device)
         check_group(self.exchange, config, device)
@@ -88,7 +96,6 @@ class LowLatencyEngine(GroupEngine):
         assert config.max_tokens_per_rank is not None
         self.max_tokens: int = config.max_tokens_per_rank
         self._set_sizes(config)
-        self.known = KnownCalls()
         self._outputs: deque[torch.UntypedStorage] = deque(maxlen=2)  # the memory of the latest outputs
         self._resources.callback(self._outputs.clear)
         self.comm: Any = None  # until the first operation
@@ -113,8 +120,13 @@ class LowLatencyEngine(GroupEngine):
         self.num_sms = sms.for_device(self.device, self.sharing)
         self.memory = self._own(open_memory(self.within, self.device))
         self.load = LowLatencyLoad(self, self.local_experts)
-        self.control = control_of(self, self.boards.address)
         self.ll_state = torch.zeros(_C.ll_state_bytes, dtype=torch.uint8, device=self.device)
+        self.control = control_of(self, self.boards.address, running)
+        self._resources.callback(self.control.close)
+        self.functions = Functions(**self.control.functions())
+        self.checks_gpu_ids = self.checks_ids and self.device.type != "cpu"
+        self.is_direct = not (self.checks_gpu_ids or self.has_ranges)
+        self.in_c = self.functions if self.is_direct else NO_FUNCTIONS
         begin = _C.ll_mask_offset
         self.mask = self.ll_state[begin : begin + 4 * self.size].view(torch.int32)
 
@@ -149,18 +161,6 @@ class LowLatencyEngine(GroupEngine):
             self._outputs.append(storage)
         return torch.empty(0, dtype=dtype, device="cpu").set_(storage, 0, shape, (shape[1] * shape[2], shape[2], 1))
 
-    @functools.cached_property
-    def runs_in_c(self) -> bool:
-        """Whether C runs operations like earlier ones. It opens no ranges, and checks no ids on GPUs."""
-        on_cpu = self.device.type == "cpu"
-        control = env.settings().control or ("c" if on_cpu else "python")
-        return control == "c" and self._range is None and (on_cpu or not env.check_ids())
-
-    @functools.cached_property
-    def in_c(self) -> InC:
-        """The functions of C that run operations like earlier ones. Without C they leave every call."""
-        return InC(**self.control.functions()) if self.runs_in_c else InC()
-
     def reuses_rows(self, nbytes: int) -> bool:
         """Whether `rows_of` reuses the memory of outputs of this size."""
         return self.device.type == "cpu" and nbytes >= _LARGE_BYTES
@@ -171,14 +171,6 @@ class LowLatencyEngine(GroupEngine):
             raise ValueError(f'set_sms: expected no SM counts in mode="ll", got {", ".join(sorted(counts))}')
 
     asked_sms: dict[str, int | None] = {}  # noqa: RUF012 - never changed
-
-    def next_slot(self, kind: int) -> int:
-        """Returns the entry of the epochs that the next operation of `kind` uses. kind 0: dispatch, 1: combine.
-
-        Operations of a kind take 0 and 1 in turn. Operations in CUDA graphs take 2 and 3, since a graph may be replayed
-        while other operations are un-received.
-        """
-        return self.control.next_slot(kind, bool(self.streams.capturing()))
 
     # -- handles -------------------------------------------------------------------------------------------------
 
@@ -233,13 +225,25 @@ class LowLatencyEngine(GroupEngine):
         return _FIELD_NAMES.get(name, name.replace("_", " ")), said
 
 
-def control_of(engine: Any, board: int) -> Any:
-    """Returns the _C.LowLatency of an engine. board: the address of its board."""
-    device, name = engine.device, engine.name
-    index = -1 if device.type == "cpu" else device.index
-    kernels, local_experts = engine.kernels.table, engine.local_experts
-    order, log = engine.streams.order, engine.call_log
-    return _C.LowLatency(engine, running, device, log, name, board, index, kernels, order, local_experts)
+def control_of(engine: Any, board: int, running: dict[torch.device, Any]) -> _C.LowLatency:
+    """Returns the part of an engine in C. board: the address of its board. running: of runtime/base.py."""
+    device = engine.device
+    return _C.LowLatency(
+        engine,
+        running,
+        device,
+        engine.call_log,
+        engine.name,
+        board,
+        -1 if device.type == "cpu" else device.index,
+        engine.kernels.table,
+        engine.streams.order,
+        engine.local_experts,
+        engine.shape,
+        engine.config.shrink,
+        engine.num_sms,
+        engine.ll_state.data_ptr(),
+    )
 
 
 _C.set_python_objects(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from ep_plugin.moe.statistics import LoadStats, Sums
+from ep_plugin.moe.statistics import LoadStats, Sums, current_layer
 from ep_plugin.runtime.group import GroupEngine
 
 _DISPATCH, _CACHED_DISPATCH, _COMBINE = "dispatch", "cached dispatch", "combine"
@@ -21,24 +21,28 @@ class LowLatencyLoad:
         self._sums = Sums(engine.name, engine.streams, engine.kernels)
         self._waited = torch.zeros(engine.size, dtype=torch.int64, device=engine.device)
 
-    def wait_cost(self) -> torch.Tensor | None:
-        """Returns int64 ``[R]``, to which kernels add the nanoseconds that they wait for each rank. None if nothing is
-        recorded."""
-        return self._waited if Sums.recording else None
+    # C calls these three while load is recorded.
 
-    def dispatched(self, plan: torch.Tensor, is_fresh: bool, layer: str | None) -> None:
-        """Adds a dispatch. plan: int32, as LlPlanLayout of csrc/common/low_latency.h. layer: the layer that has started
-        it."""
-        if not Sums.recording:
-            return
-        if is_fresh:
-            self._sums.add((_DISPATCH, layer), plan[: 2 * self._local_experts * self._size].unsqueeze(0))
-        else:
+    def started(self) -> tuple[torch.Tensor, str | None]:
+        """Returns int64 ``[R]``, to which a kernel adds the nanoseconds that it waits for each rank, and the layer that
+        starts the operation."""
+        return self._waited, current_layer()
+
+    def dispatched(self, plan: torch.Tensor | None, layer: str | None) -> None:
+        """Adds a dispatch that `layer` has started.
+
+        plan: begins with the ranges of LlPlanLayout in csrc/common/low_latency.h, contiguous; None: the dispatch has
+        used an earlier routing.
+        """
+        if plan is None:
             self._sums.counts[_CACHED_DISPATCH] += 1
+        else:
+            ranges = plan.view(torch.int32).flatten()[: 2 * self._local_experts * self._size]
+            self._sums.add((_DISPATCH, layer), ranges.unsqueeze(0))
 
     def combined(self) -> None:
-        if Sums.recording:
-            self._sums.counts[_COMBINE] += 1
+        """Adds a combine."""
+        self._sums.counts[_COMBINE] += 1
 
     def read(self) -> LoadStats:
         """Returns the load. Waits for the operations that are enqueued."""
