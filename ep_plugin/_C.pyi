@@ -528,6 +528,119 @@ def kept_calls() -> list[tuple[Any, str, str, int, int, int, float, float | None
 
 def forget_calls() -> None: ...
 
+class HighThroughput:
+    """Runs high-throughput operations of one node that Python has checked, and those like them."""
+
+    def __init__(
+        self,
+        owner: object,
+        running: dict[Any, Any],
+        on: device,
+        log: CallLog,
+        name: str,
+        board: int,
+        device_index: int,
+        /,
+    ) -> None: ...
+    def set_facts(
+        self, layout: int, alignment: int, size: int, num_experts: int, max_tokens: int, timeout_ns: int, /
+    ) -> None:
+        """Sets what holds as long as the communicator, of the ranks of this node. max_tokens: -1 for no bound."""
+
+    def set_comm(self, comm: Comm, /) -> None: ...
+    def set_kernels(self, kernels: object, /) -> None:
+        """Takes the kernels of a module of _C, or functions of Python with their names."""
+
+    def set_streams(self, send: int, receive: int, functions: object, /) -> None:
+        """functions: None, or an object whose caller() and order_after() know the streams."""
+
+    def set_number(self, number: int, /) -> None: ...
+    def set_serves(self, name: str, /) -> None: ...
+    def forget_plans(self) -> None:
+        """Makes Python check calls again, and choose their SMs."""
+
+    def dispatch_function(self) -> Callable[..., Any]:
+        """A function with the arguments of MoECommunicator.dispatch. It returns None for a call that Python must take,
+        as the next three do."""
+
+    def combine_function(self) -> Callable[..., Any]:
+        """A function with the arguments of MoECommunicator.combine."""
+
+    def dispatch_operator(self) -> Callable[..., Any]:
+        """A function with the operator's arguments without the last two. It returns the operator's results."""
+
+    def combine_operator(self) -> Callable[..., Any]: ...
+    def new_dispatch(self, *given: Any) -> Dispatch:
+        """Makes an operation from the arguments of `dispatch_operator`'s function."""
+
+    def new_combine(self, *given: Any) -> Combine: ...
+    def room_for(self, pool: int, nbytes: int, /) -> int: ...
+    def reserve(self, pool: int, nbytes: int, /) -> None: ...
+    def next_ticket(self) -> int: ...
+    def wait_totals(self, ticket: int, /) -> None: ...
+    @property
+    def num_calls(self) -> int:
+        """How many operations ran here without Python."""
+
+    @property
+    def reserved(self) -> int:
+        """For how many operations a pool was large enough or has been grown. Peers compare it when they grow a pool."""
+    is_busy: bool
+    """An operation is in flight: Python runs the next one."""
+    has_ranges: bool
+    checks_ids: bool
+    denies_totals: bool
+    """Tests: the host has always come before the totals."""
+
+class HighThroughputOperation:
+    """An operation, from its arguments to its results."""
+
+    @property
+    def is_known(self) -> bool:
+        """Whether Python has checked a call like this one. Only then may it start."""
+    shares_memory: bool
+    """Whether small results may be views of one block."""
+    def start(self, recorder: Callable[[Tensor, Tensor], None], /) -> None:
+        """Enqueues what sends. recorder: called with a handle's plan and topk_ids if this half can be recorded."""
+
+    def finish(self, recorder: Callable[[Tensor, Tensor], None], /) -> None:
+        """Enqueues what receives."""
+
+    def results(self) -> tuple[Tensor | None, ...]: ...
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """All that kernels use."""
+
+class Dispatch(HighThroughputOperation):
+    def learn(
+        self,
+        header: Header,
+        sms: tuple[int, int],
+        columns: int,
+        dtype: str,
+        scale_columns: int,
+        scale_dtype: str,
+        id_dtype: str,
+        quantize: int,
+        element: int,
+        totals: Tensor | None,
+        capacity: int,
+        /,
+    ) -> None:
+        """Makes calls like this one known. dtype, scale_dtype, id_dtype: names of the output's dtypes. totals,
+        capacity: None and -1 if the host waits for the totals."""
+
+class Combine(HighThroughputOperation):
+    def learn(
+        self, header: Header, sms: tuple[int, int], dtype: str, element: int, is_per_row: bool, has_wide_bias: bool, /
+    ) -> None:
+        """Makes calls like this one known."""
+
+class Expected:
+    """Guesses how many rows and slots a dispatch brings, see csrc/control/high_throughput.h."""
+
+    def saw(self, num_tokens: int, topk: int, output: int, slots: int, /) -> None: ...
+    def guess(self, num_tokens: int, topk: int, /) -> tuple[int, int] | None: ...
+
 class LowLatency:
     """Runs low-latency operations that Python has checked, and those like them."""
 

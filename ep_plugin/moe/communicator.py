@@ -94,14 +94,13 @@ class MoECommunicator:
         sizes = self._open_low_latency(group, resolved) if config.mode == "ll" else self._open(group, resolved)
         self.number = register(self, sizes)
         self._in_c = self.operators_in_c = NO_FUNCTIONS
-        control: Any = self.engine.control
+        engine: Any = self.engine
+        control = engine.control
         control.set_number(self.number)
         if self.config.mode == "ll":
-            self._in_c = self.engine.in_c
+            self._in_c = engine.in_c
         elif self.nodes is None:
-            self._in_c = NO_FUNCTIONS._replace(
-                dispatch=control.dispatch_function(), combine=control.combine_function()
-            )
+            self._in_c = NO_FUNCTIONS._replace(dispatch=control.dispatch_function(), combine=control.combine_function())
             self.operators_in_c = NO_FUNCTIONS._replace(
                 dispatch=control.dispatch_operator(), combine=control.combine_operator()
             )

@@ -130,6 +130,12 @@ def die_at_gate(comm: MoECommunicator) -> None:
     at_gate(comm, lambda: signal_self(signal.SIGKILL))
 
 
+def replace_kernels(comm: MoECommunicator, **functions: Callable[[Any], None]) -> None:
+    """Makes the communicator run `functions` in place of the kernels with their names."""
+    names = "plan", "notify", "dispatch_send", "wait_for_sender", "dispatch_recv", "combine_send", "combine_recv"
+    comm.engine.kernels = SimpleNamespace(**{name: getattr(_C.cpu, name) for name in names} | functions)
+
+
 def record_outputs(comm: MoECommunicator) -> dict[str, bytes]:
     """The bytes that the latest receive kernels have left in their outputs, under their names."""
     seen: dict[str, bytes] = {}
@@ -142,10 +148,7 @@ def record_outputs(comm: MoECommunicator) -> dict[str, bytes]:
         _C.cpu.combine_recv(args)
         seen["combine_recv"] = ctypes.string_at(args.out, args.routing.num_tokens * args.header.row_bytes)
 
-    others = {
-        name: getattr(_C.cpu, name) for name in ("plan", "notify", "dispatch_send", "wait_for_sender", "combine_send")
-    }
-    comm.engine.kernels = SimpleNamespace(**others, dispatch_recv=dispatch_recv, combine_recv=combine_recv)
+    replace_kernels(comm, dispatch_recv=dispatch_recv, combine_recv=combine_recv)
     return seen
 
 

@@ -13,9 +13,8 @@ import torch
 import torch.distributed as dist
 
 from ep_plugin.errors import EpPluginError, PeerAborted
-from ep_plugin.moe.high_throughput import dispatch as high_throughput
 from tests.faults.disagreement_cases import assert_calls_named, assert_configs_named, calls_differ, configs_differ
-from tests.faults.fault_cases import nothing_left_behind, open_communicator, round_trip, tokens_for
+from tests.faults.fault_cases import nothing_left_behind, open_communicator, replace_kernels, round_trip, tokens_for
 from tests.ranks import run_ranks, values
 
 SIZE = 3
@@ -30,13 +29,13 @@ def _no_memory(*_: Any, **__: Any) -> None:
 
 
 def _failing_dispatch(comm: Any, x: Any, ids: Any, weights: Any) -> None:
-    high_throughput.empty_rows = _no_memory
+    replace_kernels(comm, dispatch_recv=_no_memory)
     comm.dispatch(x, ids, weights)
 
 
 def _failing_combine(comm: Any, x: Any, ids: Any, weights: Any) -> None:
     out, handle = comm.dispatch(x, ids, weights)
-    comm.engine.wait_for_sender = _no_memory
+    replace_kernels(comm, wait_for_sender=_no_memory)
     comm.combine(out.tokens, handle)
 
 

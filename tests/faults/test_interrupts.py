@@ -6,7 +6,6 @@ import os
 import signal
 import threading
 import time
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +17,7 @@ from tests.faults.fault_cases import (
     at_gate,
     nothing_left_behind,
     open_communicator,
+    replace_kernels,
     round_trip,
     signal_self,
     tokens_for,
@@ -36,19 +36,7 @@ WAITS = {"notify": _C.Step.NOTIFY, "dispatch_recv": _C.Step.DISPATCH_SEND, "comb
 
 def _interrupt_in(comm: Any, kernel: str, sent: list[float]) -> None:
     """Sends SIGINT to this process when its main thread is in `kernel`; notes when."""
-    kernels = {
-        name: getattr(_C.cpu, name)
-        for name in (
-            "plan",
-            "notify",
-            "dispatch_send",
-            "wait_for_sender",
-            "dispatch_recv",
-            "combine_send",
-            "combine_recv",
-        )
-    }
-    original, entered = kernels[kernel], threading.Event()
+    original, entered = getattr(_C.cpu, kernel), threading.Event()
 
     def enter(args: Any) -> None:
         entered.set()
@@ -59,7 +47,7 @@ def _interrupt_in(comm: Any, kernel: str, sent: list[float]) -> None:
         sent.append(time.monotonic())
         signal_self(signal.SIGINT)
 
-    comm.engine.kernels = SimpleNamespace(**kernels | {kernel: enter})
+    replace_kernels(comm, **{kernel: enter})
     threading.Thread(target=interrupt, daemon=True).start()
 
 

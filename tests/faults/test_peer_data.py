@@ -5,14 +5,20 @@ from __future__ import annotations
 import ctypes
 import re
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from ep_plugin import _C
 from ep_plugin.errors import EpPluginError
-from tests.faults.fault_cases import EXPERTS_PER_RANK, nothing_left_behind, open_communicator, round_trip, tokens_for
+from tests.faults.fault_cases import (
+    EXPERTS_PER_RANK,
+    nothing_left_behind,
+    open_communicator,
+    replace_kernels,
+    round_trip,
+    tokens_for,
+)
 from tests.ranks import run_ranks, values
 
 SIZE, LIAR, TOKENS = 2, 1, 40
@@ -69,21 +75,9 @@ OVERRUNS: dict[str, tuple[str, int, int, str]] = {
 }
 
 
-def _lying(before: str, word: int, value: int) -> SimpleNamespace:
-    """The kernels, one of which finds `value` where its metadata has something else."""
-    table = {
-        name: getattr(_C.cpu, name)
-        for name in (
-            "plan",
-            "notify",
-            "dispatch_send",
-            "wait_for_sender",
-            "dispatch_recv",
-            "combine_send",
-            "combine_recv",
-        )
-    }
-    honest = table[before]
+def _lie(comm: Any, before: str, word: int, value: int) -> None:
+    """Makes a kernel find `value` where its metadata has something else."""
+    honest = getattr(_C.cpu, before)
 
     def lie(args: Any) -> None:
         ctypes.c_int32.from_address(args.routing.meta + 4 * word).value = value
@@ -91,14 +85,14 @@ def _lying(before: str, word: int, value: int) -> SimpleNamespace:
             args.header.num_tokens = value
         honest(args)
 
-    return SimpleNamespace(**(table | {before: lie}))
+    replace_kernels(comm, **{before: lie})
 
 
 def _hears(rank: int, case: tuple[str, int, int, str]) -> str:
     comm, other = open_communicator(SIZE, timeout_s=PATIENCE_S), open_communicator(SIZE)
     round_trip(comm, TOKENS)
     if rank == LIAR:
-        comm.engine.kernels = _lying(*case[:3])
+        _lie(comm, *case[:3])
     x, ids, weights = tokens_for(rank, SIZE, TOKENS)
     with pytest.raises((EpPluginError, ValueError)) as caught:
         out, handle = comm.dispatch(x, ids, weights)

@@ -1,4 +1,4 @@
-"""Dispatches that receive before the host has their totals: `has_totals` always says no, so it is never too late."""
+"""Dispatches that receive before the host has their totals, which `denies_totals` keeps from it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def receives_early(rank: int, size: int) -> None:
             kernels.dispatch_recv.side_effect = lambda args, to=flags: (
                 to.append(args.optimistic) or unittest.mock.DEFAULT
             )
-            comm.engine.kernels, comm.engine.has_totals = kernels, lambda ticket: False
+            comm.engine.kernels, comm.engine.control.denies_totals = kernels, True
             for seed, case in enumerate((alike, alike, wide, alike, skewed, alike)):
                 flags.clear()
                 check_round(comm, replace(case, layout=layout), seed)
@@ -43,7 +43,7 @@ def grows_unevenly(rank: int, size: int) -> None:
     for busy, early in itertools.product((0, size - 1), (False, True)):
         with communicator(case, rank, size, timeout_s=60) as comm:
             kernels = comm.engine.kernels = unittest.mock.Mock(wraps=comm.engine.kernels)
-            comm.engine.has_totals = lambda ticket, early=early: not early
+            comm.engine.control.denies_totals = early
             history = []
             for seed, many in enumerate((False, False, True, True)):
                 given = _sparse_but_of(busy if many else None, case, size, seed)

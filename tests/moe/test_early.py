@@ -1,25 +1,24 @@
 """Dispatches that receive rows before the host knows their number.
 
-On CPUs the totals are always there in time, so `has_totals` is made to deny it.
+On CPUs the totals are always there in time, so `denies_totals` makes the host behave as if they were not.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
+import resource
 import signal
-import unittest.mock
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from ep_plugin import DispatchLayout, MoECommunicator
+from ep_plugin import _C, DispatchLayout, MoECommunicator
 from ep_plugin.errors import CaptureRefused, PeerTimeout
-from ep_plugin.moe.high_throughput import dispatch as high_throughput
 from ep_plugin.moe.high_throughput.engine import DISPATCH_POOL, HighThroughputEngine
-from ep_plugin.moe.high_throughput.history import REMEMBERED, SPARE_ROWS, Expected, Rows
-from ep_plugin.moe.layout import DispatchCall
 from ep_plugin.runtime.streams import Streams
 from tests.faults.fault_cases import die_at_gate, set_deadline
 from tests.moe.moe_cases import (
@@ -36,9 +35,14 @@ from tests.moe.moe_cases import (
 )
 from tests.ranks import run_ranks
 
+SPARE_ROWS, REMEMBERED = 256, 16  # as in csrc/control/high_throughput
+
 
 class Recorded:
-    """The kernels of an engine. For each receive they record whether it started before the totals were known."""
+    """The kernels of an engine. For each receive they record whether it started before the totals were known, and the
+    bytes that the latest one has left in its output."""
+
+    rows = b""
 
     def __init__(self, engine: HighThroughputEngine) -> None:
         self._kernels = engine.kernels
@@ -51,6 +55,7 @@ class Recorded:
     def dispatch_recv(self, args: Any) -> None:
         self.early.append(bool(args.optimistic))
         self._kernels.dispatch_recv(args)
+        self.rows = ctypes.string_at(args.tokens, args.capacity * args.header.row_bytes)
 
     def since_last(self) -> list[bool]:
         early, self.early = self.early, []
@@ -58,7 +63,7 @@ class Recorded:
 
 
 def _hurry(comm: MoECommunicator) -> Recorded:
-    comm.engine.has_totals = lambda ticket: False
+    comm.engine.control.denies_totals = True
     return Recorded(comm.engine)
 
 
@@ -110,19 +115,20 @@ def test_rows_or_slots_alone_may_outgrow_an_early_output(alike: tuple[int, int],
 
 def _memory_for_no_more(rank: int, size: int) -> None:
     """Rank 0 cannot allocate the expected output, but can allocate the output that is needed."""
-    inputs = make_inputs(Case(tokens=(400,) * size, num_experts=2 * size, drop=0.0))
-    with communicator(inputs.case, timeout_s=20) as comm:
+    hidden = 2**18  # so SPARE_ROWS rows take 256 MiB
+    inputs = make_inputs(Case(tokens=(4,) * size, num_experts=2 * size, drop=0.0, hidden=hidden))
+    with communicator(inputs.case, timeout_s=20, hidden_size=hidden) as comm:
         kernels = _hurry(comm)
-        out, _ = round_trip(comm, inputs, inputs.expected(FLAT))
-        most, allocate = len(out.tokens), high_throughput.empty_rows
-
-        def tight(call: DispatchCall, flat: bool, ids_as_given: bool, rows: int) -> Any:
-            if rank == 0 and rows > most:
-                raise torch.OutOfMemoryError("emulated")
-            return allocate(call, flat, ids_as_given, rows)
-
-        with unittest.mock.patch.object(high_throughput, "empty_rows", tight):
-            round_trip(comm, inputs, inputs.expected(FLAT))
+        round_trip(comm, inputs, inputs.expected(FLAT))
+        wanted, before = inputs.expected(FLAT), resource.getrlimit(resource.RLIMIT_AS)
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        if rank == 0:
+            resource.setrlimit(resource.RLIMIT_AS, (used + 2**27, before[1]))
+        try:
+            out, _ = comm.dispatch(inputs.x[rank], inputs.ids[rank], inputs.weights[rank])
+        finally:
+            resource.setrlimit(resource.RLIMIT_AS, before)
+        check_dispatch(out, wanted[rank])
         assert kernels.since_last() == [False, rank != 0]
 
 
@@ -241,19 +247,10 @@ def _killed_while_sending(rank: int, size: int) -> tuple[PeerTimeout, list[bool]
     comm.engine.comm.gate = gate
     if rank == 1:
         die_at_gate(comm)
-    made: list[torch.Tensor] = []
-    allocate = high_throughput.empty_rows
-
-    def kept(*given: Any) -> Any:
-        result = allocate(*given)
-        made.append(result[0])
-        return result
-
-    high_throughput.empty_rows = kept
     with pytest.raises(PeerTimeout) as raised:
         comm.dispatch(inputs.x[rank], inputs.ids[rank])
     comm.close()
-    return raised.value, kernels.early, bool((made[0].view(torch.uint8) == 0xFF).all())
+    return raised.value, kernels.early, set(kernels.rows) == {0xFF}
 
 
 @pytest.mark.deadline
@@ -346,25 +343,19 @@ def test_streams_wait_for_each_other_where_receiving_changes_its_stream() -> Non
 
 
 def test_what_is_expected_follows_what_was_seen() -> None:
-    seen, shape = Expected(), (4096, 8)
-    assert seen.rows(shape) is None
-    seen.saw(shape, Rows(32_000, 15_000))
-    assert seen.rows((4096, 4)) is None
-    first = seen.rows(shape)
-    assert first == Rows(32_000 + 500 + SPARE_ROWS, 15_000 + 234 + SPARE_ROWS)
-    seen.saw(shape, Rows(33_000, 14_000))
-    assert seen.rows(shape) == Rows(33_000 + 515 + SPARE_ROWS, first.slots)
-    seen.saw(shape, Rows(33_000, 13_000))
-    assert seen.rows(shape) is None, "slots differ by more than a 16th"
+    seen, shape = _C.Expected(), (4096, 8)
+    assert seen.guess(*shape) is None
+    seen.saw(*shape, 32_000, 15_000)
+    assert seen.guess(4096, 4) is None and seen.guess(4095, 8) is None
+    slots = 15_000 + 234 + SPARE_ROWS
+    assert seen.guess(*shape) == (32_000 + 500 + SPARE_ROWS, slots)
+    seen.saw(*shape, 33_000, 14_000)
+    assert seen.guess(*shape) == (33_000 + 515 + SPARE_ROWS, slots)
+    seen.saw(*shape, 33_000, 13_000)
+    assert seen.guess(*shape) is None, "slots differ by more than a 16th"
     for _ in range(REMEMBERED):
-        seen.saw(shape, Rows(30_000, 13_000))
-    assert seen.rows(shape) == Rows(30_000 + 468 + SPARE_ROWS, 13_000 + 203 + SPARE_ROWS)
-    seen.saw((1, 8), Rows(4, 1))
-    assert seen.rows(shape) is None
-    assert seen.rows((1, 8)) == Rows(4 + SPARE_ROWS, 1 + SPARE_ROWS)
-
-
-def test_rows_fit_where_both_do() -> None:
-    assert Rows(5, 3).fit(Rows(5, 3))
-    assert not Rows(6, 3).fit(Rows(5, 3))
-    assert not Rows(5, 4).fit(Rows(5, 3))
+        seen.saw(*shape, 30_000, 13_000)
+    assert seen.guess(*shape) == (30_000 + 468 + SPARE_ROWS, 13_000 + 203 + SPARE_ROWS)
+    seen.saw(1, 8, 4, 1)
+    assert seen.guess(*shape) is None
+    assert seen.guess(1, 8) == (4 + SPARE_ROWS, 1 + SPARE_ROWS)

@@ -158,14 +158,33 @@ void bind_engine(py::module_& m) {
       .def_readwrite("denies_totals", &HighThroughput::denies_totals);
 }
 
+void bind_expected(py::module_& m) {
+  py::class_<control::Expected>(m, "Expected")
+      .def(py::init<>())
+      .def("saw", [](control::Expected& expected, int64_t num_tokens, int64_t topk, int64_t output,
+                     int64_t slots) { expected.saw(num_tokens, topk, {output, slots}); })
+      .def("guess", [](const control::Expected& expected, int64_t num_tokens, int64_t topk) -> py::object {
+        control::Rows room{};
+        if (!expected.guess(num_tokens, topk, &room)) return py::none();
+        return py::make_tuple(room.output, room.slots);
+      });
+}
+
+// Runs a half. recorder: what records the operation, if this half enqueues what has to be recorded.
+template <bool (HighThroughputOperation::*half)()>
+void run_half(HighThroughputOperation& operation, const py::object& recorder) {
+  operation.recorder = object_of(recorder);
+  const bool is_done = (operation.*half)();
+  operation.recorder = Object();  // it may hold the operation
+  require(is_done);
+}
+
 void bind_operations(py::module_& m) {
   py::class_<HighThroughputOperation, std::shared_ptr<HighThroughputOperation>>(m, "HighThroughputOperation")
       .def_property_readonly("is_known", &HighThroughputOperation::is_known)
       .def_readwrite("shares_memory", &HighThroughputOperation::shares_memory)
-      .def("set_recorder",
-           [](HighThroughputOperation& operation, const py::object& call) { operation.recorder = object_of(call); })
-      .def("start", [](HighThroughputOperation& operation) { require(operation.start()); })
-      .def("finish", [](HighThroughputOperation& operation) { require(operation.finish()); })
+      .def("start", &run_half<&HighThroughputOperation::start>)
+      .def("finish", &run_half<&HighThroughputOperation::finish>)
       .def("results", [](const HighThroughputOperation& operation) { return returned(operation.results()); })
       .def("tensors", [](const HighThroughputOperation& operation) { return returned(operation.tensors()); });
   py::class_<Dispatch, HighThroughputOperation, std::shared_ptr<Dispatch>>(m, "Dispatch")
@@ -203,6 +222,7 @@ void bind_operations(py::module_& m) {
 
 void bind_high_throughput(py::module_& m) {
   bind_engine(m);
+  bind_expected(m);
   bind_operations(m);
 }
 

@@ -19,9 +19,9 @@ from ep_plugin.moe.arguments import address, check_group, check_routing
 from ep_plugin.moe.high_throughput import sms
 from ep_plugin.moe.high_throughput.load import HighThroughputLoad
 from ep_plugin.moe.layout import DispatchHandle, Routing
+from ep_plugin.runtime.base import running
 from ep_plugin.runtime.faults import DISAGREE_ON
 from ep_plugin.runtime.group import GroupEngine, weakly
-from ep_plugin.runtime.base import running
 from ep_plugin.runtime.streams import HighThroughputStreams, Streams, high_throughput_streams, kernels_for
 from ep_plugin.transport import open_memory
 from ep_plugin.transport.exchange import Exchange
@@ -117,7 +117,7 @@ class HighThroughputEngine(GroupEngine):
             self.control.set_kernels(table)
 
     @property
-    def streams(self) -> Streams:  # type: ignore[override]
+    def streams(self) -> Streams:
         return self._streams
 
     @streams.setter

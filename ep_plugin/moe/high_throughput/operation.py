@@ -29,15 +29,14 @@ class HighThroughputOperation(Operation):
         """Takes the object that `start` starts. Raises EpPluginError if C cannot run it though its check has passed."""
         if not operation.is_known:
             raise EpPluginError(f"{self._engine.name}: {self.name}: expected tensors with memory, got others")
-        operation.set_recorder(self.recorded)
         operation.shares_memory = self.shares_memory
         self._operation = operation
 
     def start(self) -> None:
-        self._operation.start()
+        self._operation.start(self.recorded)
 
     def finish(self) -> Tensors:
-        self._operation.finish()
+        self._operation.finish(self.recorded)
         self._engine.check()
         results: Tensors = self._operation.results()
         return results
