@@ -115,8 +115,9 @@ class HighThroughput : public Engine, public std::enable_shared_from_this<HighTh
   // The totals, then the rows of each local expert.
   const int64_t* totals() const { return at<int64_t>(board, sizeof(Board)); }
 
-  // Orders the caller's stream after both. Returns false with Python's error set.
-  bool join() const;
+  // Orders the caller's stream after the send stream and, if it has kernels of this operation, after the receive stream.
+  // Returns false with Python's error set.
+  bool join(bool has_received) const;
 
   // Runs kernels in turn, without the interpreter's lock. After an error, such as that of a signal's handler while a
   // kernel of a CPU waits, the next ones do not run. Returns false with Python's error set.

@@ -256,7 +256,7 @@ bool Dispatch::send_and_receive_in_one() {
 
 bool Dispatch::finish() {
   HighThroughput& engine = *engine_;
-  if (is_enqueued_) return engine.join();
+  if (is_enqueued_) return engine.join(false);
   recv_.num_sms = plan_.sms.receiving;
   recv_.stream = engine.streams.receive;
   if (ticket_ != 0) return receive_by_totals();
@@ -325,7 +325,7 @@ bool Dispatch::receive(bool waits_for_sender) {
         if (waits_for_sender) engine.kernels.wait_for_sender(wait);
       },
       [&] { engine.kernels.dispatch_recv(recv_); });
-  return is_received && record() && engine.join();
+  return is_received && record() && engine.join(true);
 }
 
 bool Dispatch::wait_totals() {
@@ -504,7 +504,7 @@ bool Combine::start() {
 
 bool Combine::finish() {
   HighThroughput& engine = *engine_;
-  if (is_enqueued_) return record() && engine.join();
+  if (is_enqueued_) return record() && engine.join(false);
   uint64_t caller = 0;
   if (!make_sums() || !engine.caller_stream(&caller)) return false;
   const WaitForSenderArgs wait = wait_for_sender(kCombineRecv, false);
@@ -514,7 +514,7 @@ bool Combine::finish() {
         engine.kernels.wait_for_sender(wait);
       },
       [&] { engine.kernels.combine_recv(recv_); });
-  return is_received && record() && engine.join();
+  return is_received && record() && engine.join(true);
 }
 
 bool Combine::make_sums() {
