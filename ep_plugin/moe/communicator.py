@@ -240,7 +240,7 @@ class MoECommunicator:
                 un-received dispatch.
         """
         given = (x, topk_ids, topk_weights, scales, previous_handle, capacity, quantize)
-        made = None if torch.compiler.is_compiling() else self._in_c.dispatch(*given)
+        made = None if torch.compiler.is_dynamo_compiling() else self._in_c.dispatch(*given)
         return self._dispatch(0, *given) if made is None else made
 
     def combine(
@@ -267,7 +267,7 @@ class MoECommunicator:
         Returns:
             ``[T, H]`` of y's dtype; the caller owns it.
         """
-        made = None if torch.compiler.is_compiling() else self._in_c.combine(y, handle, weights, bias)
+        made = None if torch.compiler.is_dynamo_compiling() else self._in_c.combine(y, handle, weights, bias)
         return self._combine(0, y, handle, weights, bias) if made is None else made
 
     def combine_with_values(

@@ -164,7 +164,7 @@ def untraced(function: Callable[P, T]) -> Callable[P, T]:
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        return disabled(*args, **kwargs) if torch.compiler.is_compiling() else function(*args, **kwargs)
+        return disabled(*args, **kwargs) if torch.compiler.is_dynamo_compiling() else function(*args, **kwargs)
 
     return call
 
