@@ -110,7 +110,10 @@ class LowLatencyCalls(LowLatencyMemory):
         settings = num_max_dispatch_tokens_per_rank, num_experts, use_fp8, round_scale, use_ue8m0
         comm = self._opened(x, num_max_dispatch_tokens_per_rank, None, num_experts)
         if comm is not None:
-            made, *rest = _run_in_c(comm, "dispatch", (*given, *settings), async_finish, return_recv_hook)
+            c, call = comm.engine.in_c, (*given, *settings)
+            made, *rest = _run_in_c(
+                comm, c.buffer_dispatch, c.start_buffer_dispatch, call, async_finish, return_recv_hook
+            )
             if made is not None:
                 return (*made, *rest)
         return self._dispatch_low_latency(given, settings, async_finish, return_recv_hook)
@@ -185,7 +188,10 @@ class LowLatencyCalls(LowLatencyMemory):
         settings = *sizes, use_logfmt
         comm = None if zero_copy else self._opened(x, *sizes)
         if comm is not None:
-            made, *rest = _run_in_c(comm, "combine", (*given, *settings), async_finish, return_recv_hook)
+            c, call = comm.engine.in_c, (*given, *settings)
+            made, *rest = _run_in_c(
+                comm, c.buffer_combine, c.start_buffer_combine, call, async_finish, return_recv_hook
+            )
             if made is not None:
                 return (made, *rest)
         return self._combine_low_latency(given, settings, zero_copy, async_finish, return_recv_hook)
@@ -257,17 +263,20 @@ class LowLatencyCalls(LowLatencyMemory):
 
 
 def _run_in_c(
-    comm: MoECommunicator, name: str, given: tuple[Any, ...], async_finish: bool, halves: bool
+    comm: MoECommunicator,
+    run: Callable[..., Any],
+    start: Callable[..., Any],
+    given: tuple[Any, ...],
+    async_finish: bool,
+    halves: bool,
 ) -> tuple[Any, EventOverlap, Hook | None]:
-    """Run an operation like an earlier one. Return as `_run`, but no results if C does not know such a call."""
+    """Run an operation like an earlier one by `run` or `start` of C. Return as `_run`; no results if C leaves it."""
     if halves:
-        start = getattr(comm.engine.in_c, f"start_buffer_{name}")
         started = comm.in_flight.start_in_c(start, *given)
         return (None, EventOverlap(), None) if started is None else _started(comm, started)
-    function = getattr(comm.engine.in_c, f"buffer_{name}")
     if not async_finish:
-        return function(*given), EventOverlap(), None
-    made, event = ordered(lambda: (function(*given),), comm.engine.device, given, None, True, False)
+        return run(*given), EventOverlap(), None
+    made, event = ordered(lambda: (run(*given),), comm.engine.device, given, None, True, False)
     return made, event, None
 
 

@@ -53,6 +53,7 @@ class LowLatencyMemory:
     def __init__(self) -> None:
         self._low_latency: dict[tuple[int, int, int, torch.device], MoECommunicator] = {}
         self._combine_buffers: dict[tuple[int, int, int, torch.device], _CombineBuffers] = {}
+        self._opened_for: dict[tuple[int, int, int, torch.device], MoECommunicator] = {}  # by the sizes of calls
         self._masked = [0] * self.group_size  # as set by calls, for communicators that are made later
 
     # -- masks ---------------------------------------------------------------------------------------------------
@@ -122,6 +123,7 @@ class LowLatencyMemory:
             comm = self._low_latency[key] = self._communicator(config, device)
             if any(self._masked):
                 comm.rank_mask.copy_(torch.tensor(self._masked, dtype=torch.int32, device="cpu"))
+        self._opened_for[max_tokens, hidden, num_experts, device] = comm
         if self.enable_shrink and len(self._low_latency) > 1:
             for other in self._low_latency.values():
                 if other is not comm and other.engine.device == device:
@@ -133,8 +135,7 @@ class LowLatencyMemory:
         if self.enable_shrink and len(self._low_latency) > 1:  # `_open` exchanges masks
             return None
         try:
-            sizes = num_experts, x.shape[-1] if hidden is None else hidden, least_bound(max_tokens)
-            return self._low_latency.get((*sizes, x.device))
+            return self._opened_for.get((max_tokens, x.size(-1) if hidden is None else hidden, num_experts, x.device))
         except Exception:  # a wrong argument, as Python will say
             return None
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.compiler import is_dynamo_compiling
 
 from ep_plugin import _C
 from ep_plugin.config import DispatchLayout, MoECommunicatorConfig
@@ -245,9 +246,11 @@ class MoECommunicator:
             ValueError: wrong arguments; also an `x` that requires gradients with `quantize`; in mode="ll" a third
                 un-received dispatch.
         """
-        given = (x, topk_ids, topk_weights, scales, previous_handle, capacity, quantize)
-        made = None if torch.compiler.is_compiling() else self._in_c.dispatch(*given)
-        return self._dispatch(0, *given) if made is None else made
+        if not is_dynamo_compiling():
+            made = self._in_c.dispatch(x, topk_ids, topk_weights, scales, previous_handle, capacity, quantize)
+            if made is not None:
+                return made
+        return self._dispatch(0, x, topk_ids, topk_weights, scales, previous_handle, capacity, quantize)
 
     def combine(
         self,
@@ -273,8 +276,11 @@ class MoECommunicator:
         Returns:
             ``[T, H]`` of y's dtype; the caller owns it.
         """
-        made = None if torch.compiler.is_compiling() else self._in_c.combine(y, handle, weights, bias)
-        return self._combine(0, y, handle, weights, bias) if made is None else made
+        if not is_dynamo_compiling():
+            made = self._in_c.combine(y, handle, weights, bias)
+            if made is not None:
+                return made
+        return self._combine(0, y, handle, weights, bias)
 
     def combine_with_values(
         self, y: torch.Tensor, handle: DispatchHandle, values: torch.Tensor | None, bias: torch.Tensor | None = None

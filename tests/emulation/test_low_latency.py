@@ -81,9 +81,9 @@ def _forms(rank: int, size: int, rounds: int) -> None:
             if mine.random() < 0.5:
                 results[number] = comm.in_flight.run(operation)
             else:
-                halves.append((number, comm.in_flight.start(operation).number))
+                halves.append((number, comm.in_flight.start(operation)))
         for number, started in mine.sample(halves, len(halves)):
-            results[number] = comm.in_flight.collect(started)
+            results[number] = comm.in_flight.collect(started.number)
         return [results[number] for number in range(len(made))]
 
     with cases.low_latency(case, timeout_s=60) as comm:

@@ -200,10 +200,11 @@ void bind_control(py::module_& m) {
   m.def("forget_calls", &control::CallLog::forget);
   m.def("set_python_objects",
         [](const py::object& output_type, const py::object& handle_type, const py::object& nothing,
-           const py::object& int64, const py::object& served, const py::object& served_kind, const py::object& sums,
-           const py::object& current_device) {
-          control::python_objects() = {kept(output_type), kept(handle_type), kept(nothing), kept(int64),
-                                       kept(served),      kept(served_kind), kept(sums),    kept(current_device)};
+           const py::object& int64, const py::dict& num_served, const py::dict& num_served_of_kind,
+           const py::object& served_kind, const py::object& sums, const py::object& current_device) {
+          control::python_objects() = {kept(output_type), kept(handle_type), kept(nothing),
+                                       kept(int64),       kept(num_served),  kept(num_served_of_kind),
+                                       kept(served_kind), kept(sums),        kept(current_device)};
         });
   bind_started_operation(m);
   bind_low_latency_engine(m);

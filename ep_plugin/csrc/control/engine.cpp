@@ -42,6 +42,14 @@ class Pending {
   PyObject *type_ = nullptr, *value_ = nullptr, *trace_ = nullptr;
 };
 
+// Adds 1 to a number of a dict, which begins at 0. Returns false with Python's error set.
+bool increment(PyObject* numbers, PyObject* key) {
+  PyObject* before = PyDict_GetItemWithError(numbers, key);
+  if (before == nullptr && PyErr_Occurred()) return false;
+  const Object after(PyLong_FromLongLong(before == nullptr ? 1 : PyLong_AsLongLong(before) + 1));
+  return after && PyDict_SetItem(numbers, key, after.get()) == 0;
+}
+
 // Returns the object of a weak reference; none if it is gone.
 Object object_of(PyObject* reference) {
 #if PY_VERSION_HEX >= 0x030D0000
@@ -127,9 +135,9 @@ bool Engine::find_stream(uint64_t* stream, uint64_t* capture) const {
 }
 
 bool Engine::count_served() const {
-  const Object one(PyLong_FromLong(1));
-  return static_cast<bool>(Object(PyObject_CallFunctionObjArgs(python_objects().served, serves.get(), one.get(),
-                                                               python_objects().served_kind, nullptr)));
+  const PythonObjects& objects = python_objects();
+  const Object of_kind(PyTuple_Pack(2, serves.get(), objects.served_kind));
+  return of_kind && increment(objects.num_served, serves.get()) && increment(objects.num_served_of_kind, of_kind.get());
 }
 
 bool Engine::is_recording() {
@@ -167,9 +175,13 @@ bool Turn::begin(PyObject* kind, PyObject* part, int64_t nbytes, const Call* con
   const uint64_t thread = PyThreadState_GetID(PyThreadState_Get());
   if (engine_.thread_ != thread && !call(owner(), used_name)) return false;
   engine_.thread_ = thread;
-  const char* text = PyUnicode_AsUTF8(kind);
-  if (text == nullptr) return false;
-  announce(std::string("in ") + text + " of " + engine_.name);
+  std::string& activity = engine_.activities_[kind];
+  if (activity.empty()) {
+    const char* text = PyUnicode_AsUTF8(kind);
+    if (text == nullptr) return false;
+    activity = std::string("in ") + text + " of " + engine_.name;
+  }
+  announce(activity);
   kind_ = Object::borrowed(kind);
   is_running_ = PyDict_SetItem(engine_.running_.get(), engine_.device_.get(), owner()) == 0;
   engine_.num_calls += is_running_;

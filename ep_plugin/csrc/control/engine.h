@@ -2,6 +2,7 @@
 #pragma once
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -24,9 +25,9 @@ struct PythonObjects {
   PyObject *output_type, *handle_type;  // DispatchOutput, DispatchHandle
   PyObject* nothing;                    // in the place of the tensors that low latency's handles do not need
   PyObject* int64;                      // torch's dtype
-  PyObject *served, *served_kind;       // counts.served and its argument
-  PyObject* sums;                       // statistics.Sums
-  PyObject* current_device;             // returns the number of the current GPU
+  PyObject *num_served, *num_served_of_kind, *served_kind;  // of counts, and what low latency counts there
+  PyObject* sums;                                           // statistics.Sums
+  PyObject* current_device;                                 // returns the number of the current GPU
 };
 PythonObjects& python_objects();
 
@@ -103,6 +104,7 @@ class Engine {
 
   const Object owner_, running_, device_;  // owner_: a weak reference
   const std::shared_ptr<CallLog> log_;
+  std::map<PyObject*, std::string> activities_;  // what peers read of this rank, by the operation's name
   uint64_t thread_ = 0;  // the last that ran an operation here, by a number that no other thread gets
 };
 

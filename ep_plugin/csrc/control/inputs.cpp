@@ -16,33 +16,24 @@ struct Head {
 };
 static_assert(sizeof(Head) == sizeof(PyObject*) + 4 * sizeof(int32_t), "no padding");
 
-// Sets `value` to what a method returns.
-bool ask(PyObject* object, PyObject* method, int64_t* value) {
-  const Object said = call(object, method);
-  if (!said) return false;
-  *value = PyLong_AsLongLong(said.get());
-  return !PyErr_Occurred();
-}
-
 }  // namespace
 
 // Whether the storage of `object` holds all elements of the last tensor, which has at least one. A storage that was
 // freed or resized may not.
 bool Inputs::holds_all(PyObject* object) {
-  static PyObject *const storage_name = interned("untyped_storage"), *const nbytes_name = interned("nbytes"),
-                         *const address_name = interned("data_ptr");
+  const TensorDescriptors& ask = descriptors();
   int64_t last = 0, address = 0;
   for (int i = 0; i < last_.num_dims; ++i) last += (last_.shape[i] - 1) * last_.strides[i];
-  const Object storage = call(object, storage_name);
-  if (!storage || !ask(storage.get(), address_name, &address) || !ask(storage.get(), nbytes_name, &storage_bytes_))
+  const Object storage = ask.untyped_storage.of(object);
+  if (!storage || !ask.storage_address.number_of(storage.get(), &address) ||
+      !ask.storage_bytes.number_of(storage.get(), &storage_bytes_))
     return false;
   begin_ = static_cast<int64_t>(address_of(last_)) - address;
   return begin_ + (last + 1) * last_.type_bits / 8 <= storage_bytes_;
 }
 
 bool Inputs::read(PyObject* object, RowsInForm rows) {
-  static PyObject *const is_neg_name = interned("is_neg"), *const dtype_name = interned("dtype"),
-                         *const grad_name = interned("requires_grad");
+  const TensorDescriptors& ask = descriptors();
   last_ = DLTensor{};
   if (object == Py_None) {
     const Head head{nullptr, -1, 0, 0, 0};
@@ -52,13 +43,13 @@ bool Inputs::read(PyObject* object, RowsInForm rows) {
   if (exchange_api() == nullptr || !is_plain(object)) return false;
   if (exchange_api()->from_object(object, &last_) != 0) return false;  // for instance, the tensor has no memory
   if (last_.type_code == kDLComplex || last_.type_lanes != 1) return false;
-  if (call(object, is_neg_name).get() != Py_False) return false;
+  if (ask.is_neg.of(object).get() != Py_False) return false;
   bool is_empty = false;
   for (int i = 0; i < last_.num_dims; ++i) is_empty |= last_.shape[i] == 0;
   if (!is_empty && (last_.data == nullptr || !holds_all(object))) return false;
   if (torch_functions().aoti_torch_grad_mode_is_enabled())
-    needs_grad_ |= Object(PyObject_GetAttr(object, grad_name)).get() != Py_False;
-  const Object dtype(PyObject_GetAttr(object, dtype_name));  // lives as long as PyTorch
+    needs_grad_ |= ask.requires_grad.of(object).get() != Py_False;
+  const Object dtype = ask.dtype.of(object);  // lives as long as PyTorch
   if (PyErr_Occurred()) return false;
   const auto misaligned = static_cast<int32_t>(address_of(last_) % kRowAlign);
   const Head head{dtype.get(), last_.num_dims, last_.device_type, last_.device_id, misaligned};

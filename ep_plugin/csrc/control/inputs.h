@@ -4,6 +4,7 @@
 // form and settings need one check of their arguments in Python.
 #pragma once
 #include <string>
+#include <utility>
 
 #include "control/torch_c.h"
 
@@ -23,6 +24,8 @@ class Inputs {
   // Whether a tensor read so far requires a gradient that autograd would record now.
   bool needs_grad() const { return needs_grad_; }
   const std::string& form() const { return form_; }
+  // Gives the form to the caller.
+  std::string take_form() { return std::move(form_); }
   // The tensor read last. Its sizes are PyTorch's own, and hold until the tensor changes. All 0 for None.
   const DLTensor& last() const { return last_; }
   // Where that tensor begins in its storage, and the size of the storage, in bytes. It must have an element.

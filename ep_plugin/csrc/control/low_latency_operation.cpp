@@ -106,7 +106,7 @@ bool LowLatencyDispatch::prepare(const Given& given) {
                      {given.wait_cost, &wait_cost}}))
     return false;
   if (!is_fresh_ && !read(inputs, {{given.routing[0], &old_ids}, {given.routing[1], &none}})) return false;
-  const LowLatencyDispatchPlan* plan = engine_->dispatches.find(inputs.form(), given.door, given.settings);
+  const LowLatencyDispatchPlan* plan = engine_->dispatches.find(inputs.take_form(), given.door, given.settings);
   if (plan == nullptr) return false;
   plan_ = *plan;
   LlDispatchArgs& op = plan_.args;
@@ -232,7 +232,7 @@ bool LowLatencyCombine::prepare(const Given& given) {
   const int64_t begin = inputs.begin(), storage_bytes = inputs.storage_bytes();
   if (given.layout_range != nullptr && !read(inputs, {{given.layout_range, &none}})) return false;
   if (!read(inputs, {{given.out, &out}, {given.wait_cost, &wait_cost}})) return false;
-  const LowLatencyCombinePlan* plan = engine_->combines.find(inputs.form(), given.door, given.settings);
+  const LowLatencyCombinePlan* plan = engine_->combines.find(inputs.take_form(), given.door, given.settings);
   if (plan == nullptr) return false;
   plan_ = *plan;
   LlCombineArgs& op = plan_.args;

@@ -15,9 +15,12 @@ Object tuple_of(std::initializer_list<PyObject*> fields) {
 }
 
 Object named_tuple(PyObject* type, std::initializer_list<PyObject*> fields) {
-  static PyObject* const make = PyObject_GetAttrString(reinterpret_cast<PyObject*>(&PyTuple_Type), "__new__");
-  const Object values = tuple_of(fields);
-  return values ? Object(PyObject_CallFunctionObjArgs(make, type, values.get(), nullptr)) : Object();
+  auto* const made_type = reinterpret_cast<PyTypeObject*>(type);
+  Object values(made_type->tp_alloc(made_type, static_cast<Py_ssize_t>(fields.size())));  // as tuple.__new__ does
+  Py_ssize_t at = 0;
+  for (PyObject* field : fields)
+    if (values) PyTuple_SET_ITEM(values.get(), at++, Py_NewRef(field));
+  return values;
 }
 
 bool give(Results& made, std::vector<Object*> owners) {
@@ -100,10 +103,9 @@ Address Operation::hold(Object tensor) {
 }
 
 bool Operation::needs_grad() const {
-  static PyObject* const grad_name = interned("requires_grad");
   if (door_ == Door::kBuffer || !torch_functions().aoti_torch_grad_mode_is_enabled()) return false;
   for (const Object& input : inputs_)
-    if (Object(PyObject_GetAttr(input.get(), grad_name)).get() != Py_False) return true;
+    if (descriptors().requires_grad.of(input.get()).get() != Py_False) return true;
   return false;
 }
 

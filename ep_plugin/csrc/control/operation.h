@@ -39,7 +39,7 @@ class Plans {
     by_key_[form] = plan;
   }
   // Returns null for calls that need a check. The plan holds until the next remember() or clear().
-  const Plan* find(std::string form, Door door, const Settings& settings) const {
+  const Plan* find(std::string&& form, Door door, const Settings& settings) const {
     if (!append_key(form, door, settings)) return nullptr;
     const auto found = by_key_.find(form);
     return found == by_key_.end() ? nullptr : &found->second;
@@ -55,7 +55,7 @@ class Plans {
 class Operation {
  public:
   // name: a str that lives as long as the process.
-  Operation(PyObject* name, Door door) : door_(door), name_(name) {}
+  Operation(PyObject* name, Door door) : door_(door), name_(name) { inputs_.reserve(kMostInputs); }
   virtual ~Operation() = default;
   Operation(const Operation&) = delete;
   Operation& operator=(const Operation&) = delete;
@@ -83,6 +83,8 @@ class Operation {
   Call call_{};
 
  private:
+  static constexpr size_t kMostInputs = 8;
+
   PyObject* const name_;
   std::vector<Object> inputs_;
 };

@@ -13,6 +13,7 @@ constexpr uint32_t kMajor = 1;  // the major version of DLPack
 constexpr char kLibrary[] = "libtorch_cpu.so";
 
 TorchFunctions functions{};
+TensorDescriptors found_descriptors{};
 void* library = nullptr;
 PyObject* torch_module = nullptr;
 const DLExchangeApi* api = nullptr;
@@ -37,6 +38,15 @@ PyObject* attribute(PyObject* object, std::initializer_list<const char*> path) {
   for (const char* name : path)
     if (found) found = Object(PyObject_GetAttrString(found.get(), name));
   return found.release();
+}
+
+bool find_descriptors(PyObject* torch) {
+  const Object tensor(attribute(torch, {"Tensor"})), storage(attribute(torch, {"UntypedStorage"}));
+  TensorDescriptors& found = found_descriptors;
+  return tensor && storage && found.is_neg.find(tensor.get(), "is_neg") && found.dtype.find(tensor.get(), "dtype") &&
+         found.requires_grad.find(tensor.get(), "requires_grad") &&
+         found.untyped_storage.find(tensor.get(), "untyped_storage") &&
+         found.storage_bytes.find(storage.get(), "nbytes") && found.storage_address.find(storage.get(), "data_ptr");
 }
 
 bool find_objects(PyObject* torch) {
@@ -88,6 +98,36 @@ bool out_of_memory() {
 
 }  // namespace
 
+bool Descriptor::find(PyObject* type, const char* name) {
+  descriptor_ = PyObject_GetAttrString(type, name);
+  if (descriptor_ == nullptr) return false;
+  if (Py_IS_TYPE(descriptor_, &PyMethodDescr_Type)) {
+    const PyMethodDef& method = *reinterpret_cast<PyMethodDescrObject*>(descriptor_)->d_method;
+    if (method.ml_flags == METH_NOARGS) method_ = method.ml_meth;
+  } else if (Py_IS_TYPE(descriptor_, &PyGetSetDescr_Type)) {
+    const PyGetSetDef& attribute = *reinterpret_cast<PyGetSetDescrObject*>(descriptor_)->d_getset;
+    get_ = attribute.get;
+    closure_ = attribute.closure;
+  }
+  return true;
+}
+
+Object Descriptor::of(PyObject* object) const {
+  if (method_ != nullptr) return Object(method_(object, nullptr));
+  if (get_ != nullptr) return Object(get_(object, closure_));
+  static PyObject* const get = interned("__get__");
+  const Object bound(call(descriptor_, get, object));
+  return bound && PyCallable_Check(bound.get()) ? Object(PyObject_CallNoArgs(bound.get())) : bound;
+}
+
+bool Descriptor::number_of(PyObject* object, int64_t* value) const {
+  const Object found = of(object);
+  if (!found) return false;
+  *value = PyLong_AsLongLong(found.get());
+  return !PyErr_Occurred();
+}
+
+const TensorDescriptors& descriptors() { return found_descriptors; }
 const TorchFunctions& torch_functions() { return functions; }
 const DLExchangeApi* exchange_api() { return api; }
 
@@ -105,7 +145,7 @@ bool find_torch(PyObject* torch) {
          find("aoti_torch_get_data_ptr", functions.aoti_torch_get_data_ptr) &&
          find("aoti_torch_delete_tensor_object", functions.aoti_torch_delete_tensor_object) &&
          find("aoti_torch_grad_mode_is_enabled", functions.aoti_torch_grad_mode_is_enabled) && find_objects(torch) &&
-         find_api();
+         find_descriptors(torch) && find_api();
 }
 
 int32_t dtype_number(const std::string& name) {
@@ -130,6 +170,13 @@ bool is_watched() {
   return top.get() != Py_None || !level || PyLong_AsLongLong(level.get()) >= 0;
 }
 
+Results::Results(int32_t device_type, int32_t device_index)
+    : type_(device_type),
+      index_(device_index),
+      must_fill_(Object(PyObject_CallNoArgs(is_deterministic)).get() != Py_False) {
+  held_.reserve(8);
+}
+
 Results::~Results() {
   for (TensorHandle handle : held_) functions.aoti_torch_delete_tensor_object(handle);
 }
@@ -139,8 +186,7 @@ bool Results::empty(std::initializer_list<int64_t> sizes, int32_t dtype, Address
   if (strides == nullptr) strides = contiguous.of;
   TensorHandle made = nullptr;
   void* data = nullptr;
-  const Object fills(PyObject_CallNoArgs(is_deterministic));
-  if (fills.get() != Py_False ||
+  if (must_fill_ ||
       functions.aoti_torch_empty_strided(sizes.size(), sizes.begin(), strides, dtype, type_, index_, &made) != 0)
     made = made_by_python(sizes.size(), sizes.begin(), strides, dtype);
   if (made == nullptr) return false;

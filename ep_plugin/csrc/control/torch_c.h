@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <initializer_list>
+#include <iterator>
 #include <string>
 #include <utility>
 #include <vector>
@@ -43,8 +44,34 @@ inline PyObject* interned(const char* name) { return PyUnicode_InternFromString(
 // Calls a method. Null with Python's error set.
 template <class... Args>
 Object call(PyObject* object, PyObject* method, Args... args) {
-  return Object(PyObject_CallMethodObjArgs(object, method, args..., nullptr));
+  PyObject* const given[] = {object, args...};
+  return Object(PyObject_VectorcallMethod(method, given, std::size(given), nullptr));
 }
+
+// A method without arguments, or an attribute, of a class that C has made. Python's interpreter would find it by its
+// name at every call.
+class Descriptor {
+ public:
+  // Finds it. Returns false with Python's error set.
+  bool find(PyObject* type, const char* name);
+  // Returns what the method returns, or the attribute's value, of an object of the class. Null with Python's error set.
+  Object of(PyObject* object) const;
+  // Sets `value` to that number. Returns false with Python's error set.
+  bool number_of(PyObject* object, int64_t* value) const;
+
+ private:
+  PyObject* descriptor_ = nullptr;
+  PyCFunction method_ = nullptr;
+  getter get_ = nullptr;
+  void* closure_ = nullptr;
+};
+
+// What C asks of tensors and storages.
+struct TensorDescriptors {
+  Descriptor is_neg, dtype, requires_grad, untyped_storage;
+  Descriptor storage_bytes, storage_address;
+};
+const TensorDescriptors& descriptors();
 
 struct TensorOpaque;
 using TensorHandle = TensorOpaque*;  // AtenTensorHandle: a tensor that its holder must delete
@@ -86,7 +113,7 @@ bool is_watched();
 // New tensors of one device. It deletes them, unless to_objects() has passed them on.
 class Results {
  public:
-  Results(int32_t device_type, int32_t device_index) : type_(device_type), index_(device_index) {}
+  Results(int32_t device_type, int32_t device_index);
   ~Results();
   Results(const Results&) = delete;
   Results& operator=(const Results&) = delete;
@@ -105,7 +132,8 @@ class Results {
  private:
   TensorHandle made_by_python(size_t num_dims, const int64_t* sizes, const int64_t* strides, int32_t dtype) const;
 
-  int32_t type_, index_;
+  const int32_t type_, index_;
+  const bool must_fill_;
   std::vector<TensorHandle> held_;
 };
 

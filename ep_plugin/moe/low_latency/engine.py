@@ -251,7 +251,8 @@ _C.set_python_objects(
     DispatchHandle,
     NOTHING,
     torch.int64,
-    counts.served,
+    counts.num_served,
+    counts.num_served_of_kind,
     counts.DISPATCHES,
     Sums,
     getattr(torch._C, "_cuda_getDevice", None),  # not there in PyTorch's builds for CPUs

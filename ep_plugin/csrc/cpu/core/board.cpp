@@ -19,6 +19,7 @@ Board& board_at(Address address) { return *at<Board>(address); }
 
 std::mutex listing;
 std::vector<Address> listed;
+std::string announced;  // on all of them; empty: not on all
 
 template <class Id>
 bool find_bad_id_as(const Id* ids, int64_t num_tokens, int64_t topk, int64_t num_experts, BadId* found) {
@@ -84,6 +85,7 @@ void fault_board(Address address, int code, int step, int peer, int64_t expected
 void list_board(Address address) {
   const std::lock_guard<std::mutex> lock(listing);
   listed.push_back(address);
+  announced.clear();
 }
 
 void unlist_board(Address address) {
@@ -93,6 +95,8 @@ void unlist_board(Address address) {
 
 void announce(const std::string& text) {
   const std::lock_guard<std::mutex> lock(listing);
+  if (text == announced) return;
+  announced = text;
   for (const Address address : listed) {
     Board& board = board_at(address);
     std::snprintf(board.activity, sizeof(board.activity), "%s", text.c_str());
