@@ -1,5 +1,7 @@
 #include "control/operation.h"
 
+#include <algorithm>
+
 #include "common/board.h"
 #include "control/low_latency.h"
 
@@ -120,7 +122,11 @@ void Operation::set_phases(int32_t phases) {
 
 // Runs the kernel after earlier operations. Call it without the interpreter's lock.
 void Operation::run_in_order() {
-  if (engine_->order != nullptr) shared().stream = engine_->order->enter(shared().stream);
+  if (StreamOrder* const order = engine_->order.get()) {
+    LlOperation& op = shared();
+    op.num_sms = std::min(op.num_sms, order->usable());
+    op.stream = order->enter(op.stream, op.num_sms);
+  }
   run();
 }
 

@@ -65,6 +65,7 @@ class Combine(Operation):
         send = combine_send_args(self._common, self._sms.sending, streams.send, *given)
         recv = None if self._sms.receiving else self._recv_args(self._sms.sending, streams.send)
         streams.order_after(streams.send, streams.caller())
+        engine.take_sms(self._sms)
         if recv is None:
             engine.kernels.combine_send(send)
         else:

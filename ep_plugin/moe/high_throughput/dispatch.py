@@ -75,6 +75,7 @@ class Dispatch(Operation):
             engine.reserve(DISPATCH_POOL, needed)  # before anything is enqueued: a graph's capture may refuse it
             self._reserved = True
         streams.order_after(streams.send, streams.caller())
+        engine.take_sms(self._sms)
         if self._call.previous is None:
             assert self._block_counts is not None
             ids, counts = self._call.topk_ids, self._block_counts

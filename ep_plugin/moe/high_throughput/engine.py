@@ -61,6 +61,7 @@ class HighThroughputEngine(GroupEngine):
         self.layout = int(_C.Layout[config.resolved_layout.name])
         self._usable_sms = sms.usable_sms(device)
         self.asked_sms: dict[str, int | None] = {}
+        self._receiving_sms = 1  # of the operation that runs
         self._sms = sms.asked_of(config, self._usable_sms)
         self.streams = high_throughput_streams(device)
         check_group(self.exchange, config, device)
@@ -121,6 +122,15 @@ class HighThroughputEngine(GroupEngine):
         """Returns the SMs of a combine to T = num_tokens. row_bytes: bytes of a partial row."""
         small, terms_of = num_tokens <= sms.SMALL_BATCH_TOKENS, topk if self.flat else 1  # TOKEN_MAJOR rows are sums
         return sms.fitted(self._sms[1], self._usable_sms, sms.for_combine(self.node_size, small, row_bytes, terms_of))
+
+    def take_sms(self, chosen: sms.KernelSms) -> None:
+        """Orders the send stream for notify and the sending kernel, so that they fit beside other kernels that wait.
+
+        Call it before the first kernel of an operation. `wait_for_sender` orders the receive stream.
+        """
+        self._receiving_sms = chosen.receiving
+        sending = 1 + chosen.sending
+        self.streams.take(self.streams.send, sending, 1 if chosen.receiving else sending)
 
     # -- pools ---------------------------------------------------------------------------------------------------
 
@@ -221,6 +231,7 @@ class HighThroughputEngine(GroupEngine):
     def wait_for_sender(self, step: Any, fresh: bool = False) -> None:
         """Delays the receive stream until this rank's own sender runs. fresh: the sender belongs to a dispatch without
         previous_handle."""
+        self.streams.take(self.streams.receive, self._receiving_sms, 1)
         self.kernels.wait_for_sender(
             _C.WaitForSenderArgs(comm=self.comm, step=step, fresh=int(fresh), stream=self.streams.receive)
         )

@@ -94,8 +94,9 @@ class LowLatencyOperation(Operation):
 
     def _ready(self, phases: int) -> Any:
         """Returns the kernel's arguments for `phases` on the caller's stream."""
-        op = self._args.op
-        op.phases, op.stream = phases, self._engine.streams.enter()
+        op, streams = self._args.op, self._engine.streams
+        op.num_sms = min(op.num_sms, streams.usable_sms)
+        op.phases, op.stream = phases, streams.enter(op.num_sms)
         return self._args
 
     def start(self) -> None:
