@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 
 from ep_plugin import _C
+from ep_plugin.config import DispatchLayout, in_one_kernel
+from tests.moe.moe_cases import Case, communicator, make_inputs
+from tests.ranks import run_ranks, values
 
 SMS = 132
 
@@ -149,6 +153,13 @@ def test_reserved_sms() -> None:
     assert device.taken() == [(2, 1)]
 
 
+@pytest.mark.parametrize(
+    ("nbytes", "sms"), [(0, 1), (1, 1), (16 << 10, 1), (20 << 10, 2), (128 << 10, 8), (1 << 30, 8)]
+)
+def test_sms_of_a_message(nbytes: int, sms: int) -> None:
+    assert _C.message_sms(_C.Message(bytes=nbytes)) == sms
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_what_may_run_at_once_fits(seed: int) -> None:
     """Kernels that nothing orders may all run at the same time."""
@@ -175,3 +186,55 @@ def test_what_may_run_at_once_fits(seed: int) -> None:
         for some in itertools.combinations(range(14), count):
             if not any(one in before[other] for one, other in itertools.combinations(some, 2)):
                 assert sum(sizes[one] for one in some) <= SMS, some
+
+
+class Launches:
+    """The kernels of a communicator. events: of each launch, and of each call of `Streams.take`, what it was given."""
+
+    def __init__(self, engine: Any) -> None:
+        self._kernels, self.events = engine.kernels, list[tuple[str, int, int]]()
+        engine.kernels = self
+        engine.streams.take = lambda stream, sms, needed: self.events.append(("take", sms, needed))
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        kernel = getattr(self._kernels, name)
+
+        def launch(*args: Any) -> None:
+            self.events.append((name, getattr(args[0], "num_sms", 0), 0))
+            kernel(*args)
+
+        return launch
+
+    def takes_before(self, at: int) -> list[tuple[int, int]]:
+        """(sms, needed) of each take before an event."""
+        return [event[1:] for event in self.events[:at] if event[0] == "take"]
+
+
+def _high_throughput(rank: int, size: int) -> int:
+    case = Case(tokens=(20,) * size, num_experts=2 * size)
+    inputs, checked = make_inputs(case), 0
+    with communicator(case, DispatchLayout.FLAT) as comm:
+        launches = Launches(comm.engine)
+        for settings in ({}, in_one_kernel(5)):
+            comm.set_sms(**settings)
+            out, handle = comm.dispatch(inputs.x[rank], inputs.ids[rank])
+            comm.dispatch(inputs.x[rank], inputs.ids[rank], previous_handle=handle)
+            comm.combine(out.tokens, handle)
+        for at, (name, sms, _) in enumerate(launches.events):
+            takes = launches.takes_before(at)
+            if name in ("dispatch", "combine"):
+                assert takes[-1] == (1 + sms, 1 + sms)
+            elif name in ("dispatch_send", "combine_send"):
+                assert (1 + sms, 1) in takes
+            elif name in ("dispatch_recv", "combine_recv"):
+                assert takes[-1] == (sms, 1)
+            elif name == "notify":
+                assert takes[-1][0] > 1
+            checked += name != "take"
+    return checked
+
+
+@pytest.mark.parametrize("per_node", ["1", "2"])
+def test_kernels_of_high_throughput_ask_for_their_sms(per_node: str) -> None:
+    env = {"EP_PLUGIN_RANKS_PER_NODE": per_node}
+    assert min(values(run_ranks(2, _high_throughput, 2, env=env))) > 12

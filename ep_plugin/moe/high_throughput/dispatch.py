@@ -176,6 +176,7 @@ class Dispatch(Operation):
             engine.kernels.dispatch_send(self._send_args())
             # The receive must follow the whole send, since wait_for_sender may have let the receive stream pass.
             streams.order_after(streams.caller(), streams.send)
+            engine.take_receiving_sms()
         elif room is not None and needed.fit(room):
             self._cut(needed)
             return

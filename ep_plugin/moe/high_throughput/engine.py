@@ -126,11 +126,16 @@ class HighThroughputEngine(GroupEngine):
     def take_sms(self, chosen: sms.KernelSms) -> None:
         """Orders the send stream for notify and the sending kernel, so that they fit beside other kernels that wait.
 
-        Call it before the first kernel of an operation. `wait_for_sender` orders the receive stream.
+        Call it before the first kernel of an operation.
         """
         self._receiving_sms = chosen.receiving
         sending = 1 + chosen.sending
         self.streams.take(self.streams.send, sending, 1 if chosen.receiving else sending)
+
+    def take_receiving_sms(self) -> None:
+        """Orders the receive stream for the receiving kernel of the operation, which waits for peers. `wait_for_sender`
+        calls it."""
+        self.streams.take(self.streams.receive, self._receiving_sms, 1)
 
     # -- pools ---------------------------------------------------------------------------------------------------
 
@@ -231,7 +236,7 @@ class HighThroughputEngine(GroupEngine):
     def wait_for_sender(self, step: Any, fresh: bool = False) -> None:
         """Delays the receive stream until this rank's own sender runs. fresh: the sender belongs to a dispatch without
         previous_handle."""
-        self.streams.take(self.streams.receive, self._receiving_sms, 1)
+        self.take_receiving_sms()
         self.kernels.wait_for_sender(
             _C.WaitForSenderArgs(comm=self.comm, step=step, fresh=int(fresh), stream=self.streams.receive)
         )
