@@ -81,7 +81,7 @@ class Streams:
         return 0
 
     def take(self, stream: int, sms: int, needed: int) -> None:
-        """Orders `send` or `receive` for a kernel that waits on at most `sms` SMs, and that `needed` SMs suffice for."""
+        """Orders `send` or `receive` for a kernel that waits on at most `sms` SMs, and that ends if it has `needed`."""
 
     @property
     def usable_sms(self) -> int:

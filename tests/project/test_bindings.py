@@ -12,7 +12,8 @@ from ep_plugin import _C, config, env
 
 STUB = ast.parse(Path(_C.__file__).with_name("_C.pyi").read_text())
 CLASSES = {node.name: node for node in STUB.body if isinstance(node, ast.ClassDef)}
-NO_STRUCTS = (enum.Enum, _C.CpuMessages, _C.LowLatency, _C.StartedOperation, _C.StreamOrder, _C.Call, _C.CallLog)
+NO_STRUCTS = (enum.Enum, _C.CpuMessages, _C.LowLatency, _C.StartedOperation, _C.Call, _C.CallLog)
+NO_STRUCTS += (_C.StreamOrder, _C.SmBudget)
 STRUCTS = [name for name in CLASSES if hasattr(_C, name) and not issubclass(getattr(_C, name), NO_STRUCTS)]
 ENUMS = [name for name, value in vars(_C).items() if isinstance(value, type) and issubclass(value, enum.Enum)]
 
