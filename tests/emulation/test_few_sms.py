@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from ep_plugin import HierarchicalAllGather, MoECommunicator
@@ -73,6 +74,7 @@ def _in_random_order(rank: int, size: int, count: int) -> int:
     return late
 
 
+@pytest.mark.deadline
 def test_kernels_that_do_not_fit_block_each_other() -> None:
     """The device is as small as GPUs are: without a budget, neither operation ends before its deadline."""
     assert all(values(run_ranks(2, _against_each_other, 2, BLOCKS, timeout_s=120, env=SIMT)))
