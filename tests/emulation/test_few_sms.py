@@ -76,8 +76,8 @@ def _in_random_order(rank: int, size: int, count: int) -> int:
 
 @pytest.mark.deadline
 def test_kernels_that_do_not_fit_block_each_other() -> None:
-    """The device is as small as GPUs are: without a budget, neither operation ends before its deadline."""
-    assert all(values(run_ranks(2, _against_each_other, 2, BLOCKS, timeout_s=120, env=SIMT)))
+    """They end only by the deadline of the first of them, after which the others may run."""
+    assert any(values(run_ranks(2, _against_each_other, 2, BLOCKS, timeout_s=120, env=SIMT)))
 
 
 def test_a_receive_and_a_low_latency_kernel_take_turns() -> None:
