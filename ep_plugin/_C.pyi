@@ -373,6 +373,8 @@ class Message(_Struct):
     dtype: int = ...
 
 def device_message_memory_bytes(num_ranks: int, num_channels: int) -> int: ...
+def message_sms(message: Message, /) -> int:
+    """Returns how many SMs the kernel of a message takes, at either end, on a GPU."""
 
 class DeviceMessageArgs(_Struct):
     comm: Comm = ...
@@ -484,21 +486,37 @@ def ll_slot_bytes(max_row_bytes: int, hidden: int, max_topk: int, /) -> int: ...
 def ll_block_bytes(ranks: int, shape: LlShape, /) -> int: ...
 def ll_plan_layout(ranks: int, local_experts: int, max_tokens: int, topk: int, /) -> LlPlanLayout: ...
 
-class StreamOrder:
-    """The order of operations on the caller's streams of a device. Tests pass functions that stand for CUDA."""
+class SmBudget:
+    """The SMs of a device, for kernels that wait for peers. Tests pass functions that stand for CUDA."""
 
     @overload
-    def __init__(self, device: int, /) -> None: ...
+    def __init__(self, device: int, sms: int, /) -> None: ...
     @overload
     def __init__(
         self,
         device: int,
+        sms: int,
         stream_capture: Callable[[int, int], int],
         order_streams: Callable[[int, int, int], None],
         /,
     ) -> None: ...
-    def enter(self, current: int, /) -> int:
-        """Returns the stream `current`, ordered after the stream of the operation before."""
+    def reserve(self, sms: int, /) -> None:
+        """Leaves `sms` SMs to kernels of others, from now on. Calls do not add up."""
+
+    @property
+    def usable(self) -> int: ...
+
+class StreamOrder:
+    """The order of kernels that run one at a time. of_messages: messages of a device do not wait for each other."""
+
+    def __init__(self, budget: SmBudget, /, of_messages: bool = False) -> None: ...
+    def enter(self, current: int, sms: int, /, needed: int | None = None) -> int:
+        """Returns the stream `current`, ordered for a kernel of `sms` SMs: after the kernel before, and after other
+        streams until `needed` SMs are left. None: `sms`."""
+
+    @property
+    def usable(self) -> int:
+        """The SMs of the budget."""
 
 class Call:
     """One call of an operation, or of a part of it, which the log keeps."""
@@ -551,8 +569,17 @@ class HighThroughput:
     def set_kernels(self, kernels: object, /) -> None:
         """Takes the kernels of a module of _C, or functions of Python with their names."""
 
-    def set_streams(self, send: int, receive: int, functions: object, /) -> None:
-        """functions: None, or an object whose caller() and order_after() know the streams."""
+    def set_streams(
+        self,
+        send: int,
+        receive: int,
+        functions: object,
+        sending: StreamOrder | None,
+        receiving: StreamOrder | None,
+        /,
+    ) -> None:
+        """functions: None, or an object whose caller(), order_after() and take() know the streams. sending, receiving:
+        their orders on GPUs."""
 
     def set_number(self, number: int, /) -> None: ...
     def set_serves(self, name: str, /) -> None: ...

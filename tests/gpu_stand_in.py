@@ -111,7 +111,7 @@ def serve_with(made: Collective, path: str, kernels: Any) -> None:
     kind = CudaGatherNode if engine.gathers else CudaSumNode
     node = kind.__new__(kind)
     node._node = weakref.proxy(engine)
-    node._streams = SimpleNamespace(enter=lambda: 0, capturing=lambda: False)
+    node._streams = SimpleNamespace(enter=lambda sms: 0, capturing=lambda: False)
     node._calls = Calls(engine)
     node._workspaces = {}
     node._kept, node._changes = {}, 0

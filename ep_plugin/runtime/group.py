@@ -22,8 +22,10 @@ from ep_plugin.runtime.board import Boards
 from ep_plugin.runtime.failures import GroupBoards
 from ep_plugin.runtime.faults import GRACE_S, aborted_error, error_of, gave_up
 from ep_plugin.runtime.poller import Poller
+from ep_plugin.runtime.sms import budget_of
 from ep_plugin.transport.exchange import Exchange
 from ep_plugin.transport.peer import PeerBuffer, PeerMemory
+from ep_plugin.transport.rail import MOST_CTAS
 from ep_plugin.transport.rails import Rails, check_backend
 from ep_plugin.transport.shm import ShmMemory
 from ep_plugin.transport.topology import NodeMap, RankReport, check_hosts, check_peer_access, discover
@@ -111,6 +113,7 @@ class GroupEngine(BaseEngine):
         self.rails.open(self.exchange, self.exchange.all_gather("construct communicator", self.rails.offer()))
         self.exchange.watch = within.watch = weakly(self.check)
         if self.device.type == "cuda" and self.rails.nodes:
+            budget_of(self.device).reserve(MOST_CTAS)
             self._rail_watch = RailWatch(weakly(self._watch_rail))
             self._resources.callback(_rail_poller.discard, self._rail_watch)
             _rail_poller.add(self._rail_watch)

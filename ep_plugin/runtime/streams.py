@@ -9,6 +9,9 @@
   another lane.
 - `CallerStreams` serves collectives and low latency on GPUs. Kernels run on the caller's streams, in the order of the
   calls. Low-latency kernels take all SMs, so all communicators of a device share one order.
+
+Every kernel that waits for peers enters a `_C.StreamOrder` before it is enqueued. These orders share the SMs of the
+device: a kernel runs beside others only if it fits (csrc/control/stream_order.h).
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from ep_plugin import _C
+from ep_plugin.runtime.sms import budget_of
 from ep_plugin.transport.groups import serves_gpus
 
 _SAME_DEVICE = contextlib.nullcontext()
@@ -31,6 +35,8 @@ class Streams:
     """The order of one communicator's kernels. This class serves CPUs."""
 
     send = receive = 0
+    orders: tuple[Any, Any] = None, None
+    """The _C.StreamOrder of `send` and of `receive`; None on CPUs."""
     order: Any = None
     """The _C.StreamOrder of `enter`; None on CPUs."""
 
@@ -72,9 +78,17 @@ class Streams:
         """Returns the caller's stream, ordered after the stream `earlier`."""
         return 0
 
-    def enter(self) -> int:
-        """Returns the caller's stream, ordered after all earlier operations."""
+    def enter(self, sms: int = 0) -> int:
+        """Returns the caller's stream, ordered after all earlier operations, for a kernel that waits on `sms` SMs."""
         return 0
+
+    def take(self, stream: int, sms: int, needed: int) -> None:
+        """Orders `send` or `receive` for a kernel that waits on at most `sms` SMs, and that ends if it has `needed`."""
+
+    @property
+    def usable_sms(self) -> int:
+        """The SMs that one kernel may have."""
+        return 2**31 - 1
 
 
 class HighThroughputStreams(Streams):
@@ -86,6 +100,8 @@ class HighThroughputStreams(Streams):
         self._receive = torch.cuda.Stream(device, priority=0)
         self.send: int = self._send.cuda_stream
         self.receive: int = self._receive.cuda_stream
+        budget = budget_of(device)
+        self.orders = _C.StreamOrder(budget), _C.StreamOrder(budget)
 
     def caller(self) -> int:
         return current_stream(self._device)
@@ -93,6 +109,9 @@ class HighThroughputStreams(Streams):
     def order_after(self, stream: int, *earlier: int) -> None:
         for one in earlier:
             _C.order_streams(stream, one, self._index)
+
+    def take(self, stream: int, sms: int, needed: int) -> None:
+        self.orders[stream != self.send].enter(stream, sms, needed)
 
     def on(self, stream: int) -> contextlib.AbstractContextManager[Any]:
         return on_stream(self._send if stream == self.send else self._receive)
@@ -128,14 +147,16 @@ class LaneStreams(Streams):
     def __init__(self, device: torch.device) -> None:
         self._device, self._index = device, device.index
         self._streams: dict[Any, torch.cuda.Stream] = {}
+        self._orders: dict[Any, _C.StreamOrder] = {}
 
-    def begin(self, lane: Any) -> int:
-        """Returns the lane's stream, ordered after the caller's."""
+    def begin(self, lane: Any, sms: int) -> int:
+        """Returns the lane's stream, ordered after the caller's, for a kernel that waits on `sms` SMs."""
         stream = self._streams.get(lane)
         if stream is None:
             stream = self._streams[lane] = self._made()
+            self._orders[lane] = _C.StreamOrder(budget_of(self._device), of_messages=True)
         _C.order_streams(stream.cuda_stream, current_stream(self._device), self._index)
-        return stream.cuda_stream
+        return self._orders[lane].enter(stream.cuda_stream, sms)
 
     def end(self, lane: Any) -> LaneMark:
         """Marks the work that the lane's stream has now."""
@@ -158,6 +179,7 @@ class LaneStreams(Streams):
 
     def close(self) -> None:
         """Gives the streams back. Their work goes on."""
+        self._orders.clear()
         for stream in self._streams.values():
             _C.drop_stream(stream.cuda_stream)
         self._streams.clear()
@@ -191,7 +213,7 @@ class CallerStreams(Streams):
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self.order = _C.StreamOrder(device.index)
+        self.order = _C.StreamOrder(budget_of(device))
 
     def caller(self) -> int:
         return current_stream(self._device)
@@ -211,8 +233,14 @@ class CallerStreams(Streams):
             _C.order_streams(current, earlier, self._device.index)
         return current
 
-    def enter(self) -> int:
-        return self.order.enter(current_stream(self._device))
+    def enter(self, sms: int = 0) -> int:
+        entered: int = self.order.enter(current_stream(self._device), sms)
+        return entered
+
+    @property
+    def usable_sms(self) -> int:
+        usable: int = self.order.usable
+        return usable
 
 
 @functools.cache

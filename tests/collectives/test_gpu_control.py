@@ -18,6 +18,7 @@ from ep_plugin import _C, HierarchicalAllGather, HierarchicalReduceScatter
 from ep_plugin.collectives.backends import paths
 from ep_plugin.collectives.backends.paths import gather_sms, scatter_sms
 from ep_plugin.errors import CaptureRefused, CommunicatorClosed
+from ep_plugin.runtime import streams as runtime_streams
 from ep_plugin.runtime.streams import CallerStreams
 from tests.collectives.collective_cases import BF16, FP32, gathered_by_gloo, poisoned, reduced, same_bits, shard
 from tests.gpu_stand_in import as_on_gpus
@@ -235,15 +236,16 @@ def test_streams_of_one_graph_follow_each_other(
     def capture(stream: int, device: int) -> bool:
         return stream in recording
 
-    order = _C.StreamOrder(0, capture, lambda *given: waited.append(given))
-    assert order.enter(before) == before and not waited
-    assert order.enter(now) == now
+    order = _C.StreamOrder(_C.SmBudget(0, 132, capture, lambda *given: waited.append(given)))
+    assert order.enter(before, 1) == before and not waited
+    assert order.enter(now, 1) == now
     assert waited == ([(now, before, 0)] if waits else [])
-    assert order.enter(now) == now and len(waited) == waits
+    assert order.enter(now, 1) == now and len(waited) == waits
     waited.clear()
     monkeypatch.setattr(_C, "stream_capture", capture, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: now, raising=False)
     monkeypatch.setattr(_C, "order_streams", lambda *given: waited.append(given), raising=False)
+    monkeypatch.setattr(runtime_streams, "budget_of", lambda _: _C.SmBudget(0, 132))
     streams = CallerStreams(torch.device("cuda", 0))
     assert streams.follow(before) == now and waited == ([(now, before, 0)] if waits else [])
     assert streams.follow(now) == now and len(waited) == waits

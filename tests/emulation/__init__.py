@@ -102,7 +102,7 @@ class EmulatedLanes(Streams):
         self._module = module
         self._lanes: dict[Any, int] = {}
 
-    def begin(self, lane: Any) -> int:
+    def begin(self, lane: Any, sms: int) -> int:
         return self._lanes.setdefault(lane, next(self._numbers))
 
     def end(self, lane: Any) -> Any:

@@ -88,7 +88,10 @@ struct Thread : Fiber {
 struct Job {
   Launch launch;
   std::function<void()> kernel;
-  std::shared_ptr<Job> ahead;                    // the kernel ahead in the stream, until this one has ended
+  std::shared_ptr<Job> ahead;               // the kernel ahead in the stream, until this one has ended
+  std::vector<std::shared_ptr<Job>> after;  // kernels of other streams that come first
+  std::atomic<unsigned> resident{0};        // with few SMs: CTAs that have one
+  std::atomic<unsigned>* resident_on_stream = nullptr;
   std::atomic<unsigned> dependents_launched{0};  // CTAs that have launched dependents or ended
   std::atomic<bool> ended{false};
 };

@@ -49,6 +49,11 @@ PYBIND11_MODULE(_simt, m) {
   m.def("load_message_kernels", &ep::cuda::load_message_kernels);
   m.def("run_wrong", &simt::run_wrong, py::call_guard<py::gil_scoped_release>());
   m.def("synchronize", &simt::synchronize, py::call_guard<py::gil_scoped_release>());
+  m.def("limit_sms", &simt::limit_sms);
+  m.def("order", &simt::order);
+  m.def("shut", &simt::shut);
+  m.def("open", &simt::open);
+  m.def("resident", &simt::resident);
   m.def("enqueued", &simt::enqueued);
   m.def("ended", &simt::ended);
 }

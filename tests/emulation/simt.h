@@ -5,9 +5,10 @@
 // of them wait for each other, the process ends with an error. Bulk copies move their bytes at any moment that the
 // rules allow, chosen at random, so a stage that is read or filled too early holds wrong bytes. Fibers take turns in a
 // changing order, so a lane finds what another has written only after they have synchronised.
-// Not checked: memory order. CPUs order more than GPUs do, so a missing fence goes unnoticed. All kernels can run at
-// the same time, so a missing ep_wait_for_sender goes unnoticed, too. Static shared memory mostly starts as zeros. Two
-// barriers of one kind count as the same. Fibers are not preempted, so a fiber that loops without waiting never ends.
+// Not checked: memory order. CPUs order more than GPUs do, so a missing fence goes unnoticed. Unless limit_sms() is
+// called, all kernels can run at the same time, so a missing ep_wait_for_sender goes unnoticed, too. Static shared
+// memory mostly starts as zeros. Two barriers of one kind count as the same. Fibers are not preempted, so a fiber that
+// loops without waiting never ends.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -45,6 +46,15 @@ struct Launch {
 void enqueue(const Launch& launch, std::function<void()> kernel);
 // Waits until all kernels of a stream have ended.
 void synchronize(uint64_t stream);
+// From now on the device has `count` SMs, each for one CTA at a time. All CTAs of a cooperative launch start at once.
+void limit_sms(unsigned count);
+// Kernels that are enqueued on `later` from now on start after those that are on `earlier` now.
+void order(uint64_t later, uint64_t earlier);
+// Kernels that are enqueued on `stream` from now on wait for open().
+void shut(uint64_t stream);
+void open(uint64_t stream);
+// With few SMs: how many CTAs of the stream's kernels have one.
+unsigned resident(uint64_t stream);
 // How many kernels have been enqueued on a stream, and how many of them have ended.
 uint64_t enqueued(uint64_t stream);
 uint64_t ended(uint64_t stream);

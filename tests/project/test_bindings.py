@@ -21,6 +21,7 @@ NO_STRUCTS = (
     _C.HighThroughputOperation,
     _C.Expected,
     _C.StreamOrder,
+    _C.SmBudget,
     _C.Call,
     _C.CallLog,
 )

@@ -109,8 +109,8 @@ class CudaNode:
             scale=scale,
             element=element,
             num_ctas=paths.small_ctas(nbytes, node.node_size),
-            stream=self._streams.enter(),
         )
+        args.stream = self._streams.enter(args.num_ctas)
         args.set_words(list(words))
         args.set_inputs(addresses_of(inputs))
         args.set_outputs(addresses_of(outputs))
@@ -143,7 +143,7 @@ class CudaSumNode(CudaNode):
             self._keep((nbytes, element, scale), args)
         args.set_inputs(addresses_of(shards))
         args.output = out.data_ptr()
-        args.stream = self._streams.enter()
+        args.stream = self._streams.enter(args.num_ctas)
         node.kernels.reduce_scatter(args)
 
 
@@ -253,7 +253,7 @@ class CudaGatherNode(CudaNode):
         return args, filled
 
     def _push(self, args: Any, filled: Sequence[int]) -> None:
-        args.stream = self._streams.enter()
+        args.stream = self._streams.enter(max(args.num_ctas, args.captured))  # a graph's handshakes take an SM
         if args.num_ctas == 0 and not args.captured:
             self.waits.begin(args, filled)
         self._node.kernels.all_gather(args)

@@ -59,7 +59,8 @@ class CudaMessages:
     def post(self, message: _C.Message) -> Ticket:
         """Enqueues a message, after what the caller's stream has now."""
         kernels, lane = self._rank.kernels, (message.peer, message.channel, message.receives)
-        args = _C.DeviceMessageArgs(comm=self._rank.comm, message=message, stream=self._streams.begin(lane))
+        stream = self._streams.begin(lane, _C.message_sms(message))
+        args = _C.DeviceMessageArgs(comm=self._rank.comm, message=message, stream=stream)
         (kernels.receive_message if message.receives else kernels.send_message)(args)
         ticket = Ticket(self._streams.end(lane))
         if not message.receives:

@@ -170,14 +170,25 @@ void bind_control(py::module_& m) {
     if (!control::find_torch(torch.ptr())) throw py::error_already_set();
   });
   m.def("form_of", &form_of);
-  py::class_<control::StreamOrder, std::shared_ptr<control::StreamOrder>>(m, "StreamOrder")
-      .def(py::init([](int device) { return std::make_shared<control::StreamOrder>(device, control::cuda_calls()); }))
-      .def(py::init([](int device, std::function<uint64_t(uint64_t, int)> stream_capture,
+  py::class_<control::SmBudget, std::shared_ptr<control::SmBudget>>(m, "SmBudget")
+      .def(py::init(
+          [](int device, int sms) { return std::make_shared<control::SmBudget>(device, sms, control::cuda_calls()); }))
+      .def(py::init([](int device, int sms, std::function<uint64_t(uint64_t, int)> stream_capture,
                        std::function<void(uint64_t, uint64_t, int)> order_streams) {
-        return std::make_shared<control::StreamOrder>(
-            device, control::CudaCalls{std::move(stream_capture), std::move(order_streams)});
+        const control::CudaCalls calls{std::move(stream_capture), std::move(order_streams)};
+        return std::make_shared<control::SmBudget>(device, sms, calls);
       }))
-      .def("enter", &control::StreamOrder::enter, py::call_guard<py::gil_scoped_release>());
+      .def("reserve", &control::SmBudget::reserve)
+      .def_property_readonly("usable", &control::SmBudget::usable);
+  const auto enter = [](control::StreamOrder& order, uint64_t current, int sms, std::optional<int> needed) {
+    return order.enter(current, sms, needed.value_or(sms));
+  };
+  py::class_<control::StreamOrder, std::shared_ptr<control::StreamOrder>>(m, "StreamOrder")
+      .def(py::init<std::shared_ptr<control::SmBudget>, bool>(), py::arg("budget"), py::pos_only(),
+           py::arg("of_messages") = false)
+      .def("enter", enter, py::arg("current"), py::arg("sms"), py::pos_only(), py::arg("needed") = py::none(),
+           py::call_guard<py::gil_scoped_release>())
+      .def_property_readonly("usable", &control::StreamOrder::usable);
   py::class_<control::Call>(m, "Call")
       .def("end", [](const control::Call& call) { control::CallLog::end(call); })
       .def_readonly("nbytes", &control::Call::nbytes);

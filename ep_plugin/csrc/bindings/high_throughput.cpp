@@ -51,18 +51,27 @@ void set_kernels(HighThroughput& engine, const py::object& kernels) {
   assign(to.combine, kernels, "combine");
 }
 
-// Takes the streams of an engine. functions: None, or an object whose caller() and order_after() order them.
-void set_streams(HighThroughput& engine, uint64_t send, uint64_t receive, const py::object& functions) {
-  engine.streams = {send, receive, {}, {}};
+// Takes the streams of an engine. functions: None, or an object whose methods order them in the place of C.
+void set_streams(HighThroughput& engine, uint64_t send, uint64_t receive, const py::object& functions,
+                 const std::shared_ptr<control::StreamOrder>& sending,
+                 const std::shared_ptr<control::StreamOrder>& receiving) {
+  engine.streams = {send, receive, {}, {}, {}};
   if (!functions.is_none()) {
     engine.streams.caller = [functions] { return functions.attr("caller")().cast<uint64_t>(); };
     engine.streams.order = [functions](uint64_t later, uint64_t earlier) {
       const py::gil_scoped_acquire held;
       functions.attr("order_after")(later, earlier);
     };
+    engine.streams.take = [functions](uint64_t stream, int sms, int needed) {
+      const py::gil_scoped_acquire held;
+      functions.attr("take")(stream, sms, needed);
+    };
   } else if (engine.is_on_gpu()) {
     engine.streams.order = [device = engine.device_index](uint64_t later, uint64_t earlier) {
       control::cuda_calls().order_streams(later, earlier, device);
+    };
+    engine.streams.take = [=](uint64_t stream, int sms, int needed) {
+      (stream == send ? sending : receiving)->enter(stream, sms, needed);
     };
   }
 }

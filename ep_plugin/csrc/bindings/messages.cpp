@@ -19,6 +19,7 @@ void bind_messages(py::module_& m) {
       .field("bytes", &Message::bytes)
       .field("dtype", &Message::dtype);
   m.def("device_message_memory_bytes", &device_message_memory_bytes);
+  m.def("message_sms", [](const Message& message) { return ceil_div(cut_message(message.bytes).parts, kPartsOfSm); });
   Struct<DeviceMessageArgs>(m, "DeviceMessageArgs")
       .field("comm", &DeviceMessageArgs::comm)
       .field("message", &DeviceMessageArgs::message)

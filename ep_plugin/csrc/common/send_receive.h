@@ -76,6 +76,7 @@ constexpr int kMessageParts = 32;
 constexpr int kPartCells = 16;
 constexpr int64_t kPartCellBytes = 16 * 1024;
 constexpr int64_t kLeastChunkBytes = 4 * 1024;
+constexpr int kPartsOfSm = 4;  // CTAs of messages that run on an SM at the same time
 
 // Each rank has these words for each peer, channel and part. They start as zeros, and only grow.
 struct PartWords {

@@ -64,27 +64,12 @@ Object object_of(PyObject* reference) {
 
 }  // namespace
 
-CudaCalls& cuda_calls() {
-  static CudaCalls calls{};
-  return calls;
-}
-
 PythonObjects& python_objects() {
   static PythonObjects objects{};
   return objects;
 }
 
 PyObject* left() { return PyErr_Occurred() ? nullptr : Py_NewRef(Py_None); }
-
-uint64_t StreamOrder::enter(uint64_t current) {
-  const std::lock_guard<std::mutex> guard(mutex_);
-  const bool is_after_another = has_last_ && last_ != current;
-  if (is_after_another && cuda_.stream_capture(current, device_) == cuda_.stream_capture(last_, device_))
-    cuda_.order_streams(current, last_, device_);
-  last_ = current;
-  has_last_ = true;
-  return current;
-}
 
 Engine::Engine(PyObject* owner, PyObject* running, PyObject* device, std::shared_ptr<CallLog> log, std::string name,
                Address board, int device_index)

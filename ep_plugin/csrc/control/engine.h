@@ -1,24 +1,16 @@
 // One communicator, as the host path sees it, and a thread's turn on its device.
 #pragma once
 #include <cstdint>
-#include <functional>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <utility>
 
 #include "control/call_log.h"
+#include "control/stream_order.h"
 #include "control/torch_c.h"
 
 namespace ep::control {
-
-// What the host path calls of a build with CUDA; empty in others. bindings/device.cpp sets them.
-struct CudaCalls {
-  std::function<uint64_t(uint64_t stream, int device)> stream_capture;  // 0: no capture
-  std::function<void(uint64_t later, uint64_t earlier, int device)> order_streams;
-};
-CudaCalls& cuda_calls();
 
 // Objects of Python that live as long as the process.
 struct PythonObjects {
@@ -33,24 +25,6 @@ PythonObjects& python_objects();
 
 // Leaves a call to Python and returns None; null if there is an error to raise, such as that of a signal's handler.
 PyObject* left();
-
-// The order of operations on the caller's streams of one device: each runs after the one before it, in the order of the
-// calls. All communicators of a device that run on the caller's streams share it.
-class StreamOrder {
- public:
-  // cuda: cuda_calls(), or others for tests.
-  StreamOrder(int device, CudaCalls cuda) : device_(device), cuda_(std::move(cuda)) {}
-  // Returns `current`, ordered after the stream of the operation before, if both are in one capture of a CUDA graph or
-  // in none. Others cannot be ordered. CUDA may wait for its queue, so call it without the interpreter's lock.
-  uint64_t enter(uint64_t current);
-
- private:
-  const int device_;
-  const CudaCalls cuda_;
-  std::mutex mutex_;
-  uint64_t last_ = 0;
-  bool has_last_ = false;
-};
 
 // A communicator. Its lock and first error are those of Python's BaseEngine.
 class Engine {

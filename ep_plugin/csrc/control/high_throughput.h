@@ -29,6 +29,8 @@ struct OperationStreams {
   uint64_t send = 0, receive = 0;
   std::function<uint64_t()> caller;
   std::function<void(uint64_t later, uint64_t earlier)> order;  // empty: nothing needs ordering
+  // Orders `send` or `receive` as StreamOrder::enter() does. Empty: kernels wait for nobody's SMs.
+  std::function<void(uint64_t stream, int sms, int needed)> take;
 };
 
 // The SMs of an operation's two kernels. receiving = 0: one kernel sends and receives.
@@ -104,6 +106,15 @@ class HighThroughput : public Engine, public std::enable_shared_from_this<HighTh
   void order(uint64_t later, uint64_t earlier) const {
     if (streams.order) streams.order(later, earlier);
   }
+  // These order the send stream for notify and the sending kernel, before the first kernel of an operation, and the
+  // receive stream for the receiving kernel, so that they fit beside other kernels that wait.
+  void take_sms(const Sms& sms) const {
+    const int sending = 1 + sms.sending;
+    if (streams.take) streams.take(streams.send, sending, sms.receiving > 0 ? 1 : sending);
+  }
+  void take_receiving_sms(const Sms& sms) const {
+    if (streams.take) streams.take(streams.receive, sms.receiving, 1);
+  }
   // Returns `needed` if the pool has as many bytes, else a quarter more, so that slow growth replaces pools rarely.
   int64_t room_for(int pool, int64_t needed) const;
   // Makes every rank's pool at least this large, collectively. Returns false with Python's error set.
@@ -115,8 +126,8 @@ class HighThroughput : public Engine, public std::enable_shared_from_this<HighTh
   // The totals, then the rows of each local expert.
   const int64_t* totals() const { return at<int64_t>(board, sizeof(Board)); }
 
-  // Orders the caller's stream after the send stream and, if it has kernels of this operation, after the receive stream.
-  // Returns false with Python's error set.
+  // Orders the caller's stream after the send stream and, if it has kernels of this operation, after the receive
+  // stream. Returns false with Python's error set.
   bool join(bool has_received) const;
 
   // Runs kernels in turn, without the interpreter's lock. After an error, such as that of a signal's handler while a

@@ -226,6 +226,7 @@ bool Dispatch::start() {
   const bool is_launched = engine.run(
       [&] {
         engine.order(stream, caller);
+        engine.take_sms(plan_.sms);
         if (is_fresh()) engine.kernels.plan(plan);
       },
       [&] {
@@ -276,6 +277,7 @@ bool Dispatch::receive_by_totals() {
     const WaitForSenderArgs wait = wait_for_sender(kDispatchRecv, true);
     const bool is_ordered = engine.run([&] {
       engine.order(engine.streams.receive, caller);
+      engine.take_receiving_sms(plan_.sms);
       engine.kernels.wait_for_sender(wait);
     });
     if (!is_ordered) return false;
@@ -289,6 +291,7 @@ bool Dispatch::receive_by_totals() {
       engine.kernels.dispatch_send(send_args());
       // The receive must follow the whole send, since wait_for_sender may have let the receive stream pass.
       engine.order(caller, engine.streams.send);
+      engine.take_receiving_sms(plan_.sms);
     });
     if (!is_sent) return false;
   } else if (is_early && needed.fit(room)) {
@@ -322,7 +325,9 @@ bool Dispatch::receive(bool waits_for_sender) {
   const bool is_received = engine.run(
       [&] {
         engine.order(engine.streams.receive, caller);  // another thread may have used the output's memory on it
-        if (waits_for_sender) engine.kernels.wait_for_sender(wait);
+        if (!waits_for_sender) return;
+        engine.take_receiving_sms(plan_.sms);
+        engine.kernels.wait_for_sender(wait);
       },
       [&] { engine.kernels.dispatch_recv(recv_); });
   return is_received && record() && engine.join(true);
@@ -495,6 +500,7 @@ bool Combine::start() {
   is_enqueued_ = is_one_kernel;
   return engine.run([&] {
     engine.order(engine.streams.send, caller);
+    engine.take_sms(plan_.sms);
     if (is_one_kernel)
       engine.kernels.combine(send_, recv_);
     else
@@ -511,6 +517,7 @@ bool Combine::finish() {
   const bool is_received = engine.run(
       [&] {
         engine.order(engine.streams.receive, caller);
+        engine.take_receiving_sms(plan_.sms);
         engine.kernels.wait_for_sender(wait);
       },
       [&] { engine.kernels.combine_recv(recv_); });

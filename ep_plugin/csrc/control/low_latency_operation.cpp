@@ -1,5 +1,7 @@
 #include "control/low_latency_operation.h"
 
+#include <algorithm>
+
 #include "common/board.h"
 #include "control/low_latency.h"
 
@@ -31,7 +33,11 @@ bool LowLatencyOperation::has_valid_ids(const DLTensor& ids) const {
 
 // Runs the kernel after earlier operations. Call it without the interpreter's lock.
 void LowLatencyOperation::run_in_order() {
-  if (engine_->order != nullptr) shared().stream = engine_->order->enter(shared().stream);
+  if (StreamOrder* const order = engine_->order.get()) {
+    LlOperation& op = shared();
+    op.num_sms = std::min(op.num_sms, order->usable());
+    op.stream = order->enter(op.stream, op.num_sms);
+  }
   run();
 }
 

@@ -73,6 +73,7 @@ class CombineAcrossNodes(Operation):
         self._landed = y.new_empty((returned, H))
         self._landed_extra = self._new_extra(returned) if weight_bytes else None
         self._nodes.enter()
+        engine.take_sms(self._sms)
         streams.order_after(streams.receive, streams.caller())
         self._crossing = []
         for number in range(1, len(routing.tokens)):

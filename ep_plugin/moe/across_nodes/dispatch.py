@@ -276,13 +276,15 @@ class DispatchAcrossNodes(Operation):
         T, N = routing.rail_rows.shape
         tensors = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
         words = {name: value or 0 for name, value in given.items() if name not in tensors}
+        packing = engine.dispatch_sms(T, self._row_bytes, N, False).in_two_kernels()
+        engine.take_sms(packing)  # and for the notifies that follow
         engine.kernels.pack(
             _C.PackArgs(
                 comm=engine.comm,
                 rail_rows=routing.rail_rows.data_ptr(),
                 num_tokens=T,
                 num_nodes=N,
-                num_sms=engine.dispatch_sms(T, self._row_bytes, N, False).sending,
+                num_sms=packing.sending,
                 stream=engine.streams.send,
                 **words,
                 **{name: address(tensor) for name, tensor in tensors.items()},
@@ -350,6 +352,7 @@ class DispatchAcrossNodes(Operation):
         rows, scales, weights = payload
         wanted = engine.dispatch_sms(len(rows), self._row_bytes + self._scale_bytes, routing.topk_ids.shape[1], False)
         self._sms = wanted.in_two_kernels()
+        engine.take_sms(self._sms)
         given = self._sms.sending, rows, scales, weights
         args = dispatch_send_args(engine, routing.struct(number), self._headers_of[number], *given)
         engine.kernels.dispatch_send(args)

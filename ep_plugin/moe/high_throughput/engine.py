@@ -62,6 +62,7 @@ class HighThroughputEngine(GroupEngine):
         self.layout = int(_C.Layout[config.resolved_layout.name])
         self._usable_sms = sms.usable_sms(device)
         self.asked_sms: dict[str, int | None] = {}
+        self._receiving_sms = 1  # of the operation that runs
         self._sms = sms.asked_of(config, self._usable_sms)
         self.streams = high_throughput_streams(device)
         check_group(self.exchange, config, device)
@@ -156,6 +157,20 @@ class HighThroughputEngine(GroupEngine):
         small, terms_of = num_tokens <= sms.SMALL_BATCH_TOKENS, topk if self.flat else 1  # TOKEN_MAJOR rows are sums
         return sms.fitted(self._sms[1], self._usable_sms, sms.for_combine(self.node_size, small, row_bytes, terms_of))
 
+    def take_sms(self, chosen: sms.KernelSms) -> None:
+        """Orders the send stream for notify and the sending kernel, so that they fit beside other kernels that wait.
+
+        Call it before the first kernel of an operation.
+        """
+        self._receiving_sms = chosen.receiving
+        sending = 1 + chosen.sending
+        self.streams.take(self.streams.send, sending, 1 if chosen.receiving else sending)
+
+    def take_receiving_sms(self) -> None:
+        """Orders the receive stream for the receiving kernel of the operation, which waits for peers. `wait_for_sender`
+        calls it."""
+        self.streams.take(self.streams.receive, self._receiving_sms, 1)
+
     # -- pools ---------------------------------------------------------------------------------------------------
 
     def pool_bytes(self, pool: int) -> int:
@@ -248,6 +263,7 @@ class HighThroughputEngine(GroupEngine):
     def wait_for_sender(self, step: Any, fresh: bool = False) -> None:
         """Delays the receive stream until this rank's own sender runs. fresh: the sender belongs to a dispatch without
         previous_handle."""
+        self.take_receiving_sms()
         self.kernels.wait_for_sender(
             _C.WaitForSenderArgs(comm=self.comm, step=step, fresh=int(fresh), stream=self.streams.receive)
         )
@@ -278,9 +294,10 @@ class HighThroughputEngine(GroupEngine):
         return _FIELD_NAMES.get(name, name.replace("_", " ")), said
 
 
-def _in_c(streams: Streams) -> tuple[int, int, Streams | None]:
-    """Returns the send and the receive stream, and an object that orders them if C cannot."""
-    return streams.send, streams.receive, None if type(streams) in (Streams, HighThroughputStreams) else streams
+def _in_c(streams: Streams) -> tuple[int, int, Streams | None, _C.StreamOrder | None, _C.StreamOrder | None]:
+    """Returns the send and the receive stream, an object that orders them if C cannot, and their orders if it can."""
+    by_c = type(streams) in (Streams, HighThroughputStreams)
+    return streams.send, streams.receive, None if by_c else streams, *streams.orders
 
 
 def _watch_of(engine: HighThroughputEngine, growing: tuple[str, int]) -> Callable[[], None]:
