@@ -108,7 +108,7 @@ Dispatch::Dispatch(std::shared_ptr<HighThroughput> engine, const Given& given)
       find_bad_id(ids_, id_bytes_, num_tokens_, topk_, engine_->num_experts, &bad))
     return;
   is_readable_ = true;
-  const DispatchPlan* plan = engine_->dispatches.find(form_, Door::kCommunicator, settings());
+  const DispatchPlan* plan = engine_->dispatches.find(std::string(form_), Door::kCommunicator, settings());
   if (plan != nullptr) use(*plan);
 }
 
@@ -458,7 +458,7 @@ Combine::Combine(std::shared_ptr<HighThroughput> engine, const Given& given)
   recv_.bias = address_of(bias);
   has_extra_ = extra.num_dims > 0;
   is_readable_ = true;
-  const CombinePlan* plan = engine_->combines.find(form_, Door::kCommunicator, settings());
+  const CombinePlan* plan = engine_->combines.find(std::string(form_), Door::kCommunicator, settings());
   if (plan != nullptr) use(*plan);
 }
 
