@@ -16,6 +16,7 @@ from ep_plugin.collectives.backends import cuda, paths
 from ep_plugin.collectives.backends.cuda import Calls, CudaGatherNode, CudaSumNode
 from ep_plugin.collectives.backends.watchdog import StreamWaits
 from ep_plugin.collectives.base import Collective
+from ep_plugin.transport.peer import AddressTable
 from tests.collectives.collective_cases import BF16, FP32
 
 STAGING_BYTES = 20_000 * 16
@@ -41,8 +42,9 @@ class Kernels:
     def all_gather(self, args: Arguments) -> None:
         self.pushed.append(Arguments(**vars(args)))  # the next call may use the same again
         dist.barrier(self._group)
-        for target in filter(None, args.targets):
-            ctypes.memmove(target, args.input, args.bytes)
+        for rank, block in enumerate(_table(args.blocks, args.comm)):
+            if rank != args.comm.rank:
+                ctypes.memmove(block + args.offset, args.input, args.bytes)
         dist.barrier(self._group)
         if args.staging:
             for rank, output in enumerate(args.outputs):
@@ -53,28 +55,30 @@ class Kernels:
         self.most_summed_by = max(self.most_summed_by, args.num_ctas)
         rank, ranks = args.comm.rank, range(args.comm.num_ranks)
         step = _C.channel_cells_bytes(len(ranks), 1) // len(ranks) // 16 * 16  # of each rank
+        cells = _table(args.cells, args.comm)
         for begin in range(0, args.bytes, step):
             nbytes = min(step, args.bytes - begin)
             dist.barrier(self._group)
             for peer in ranks:
-                ctypes.memmove(args.cells[peer] + rank * step, args.inputs[peer] + begin, nbytes)
+                ctypes.memmove(cells[peer] + rank * step, args.inputs[peer] + begin, nbytes)
             dist.barrier(self._group)
-            self._sum([args.cells[rank] + source * step for source in ranks], args.output + begin, nbytes, args)
+            self._sum([cells[rank] + source * step for source in ranks], args.output + begin, nbytes, args)
 
     def small_exchange(self, args: Arguments) -> None:
         self.small_calls += 1
-        rank, ranks = args.comm.rank, range(args.comm.num_ranks)
+        rank, ranks, words = args.comm.rank, range(args.comm.num_ranks), _table(args.words, args.comm)
         dist.barrier(self._group)
         for peer in ranks:
-            ctypes.memmove(args.words[peer] + rank * args.bytes, args.inputs[peer], args.bytes)
+            sent = args.own if args.element < 0 else args.shards[peer]
+            ctypes.memmove(words[peer] + rank * args.bytes, sent, args.bytes)
         dist.barrier(self._group)
-        landed = [args.words[rank] + source * args.bytes for source in ranks]
+        landed = [words[rank] + source * args.bytes for source in ranks]
         if args.element >= 0:
-            self._sum(landed, args.outputs[rank], args.bytes, args)
+            self._sum(landed, args.own, args.bytes, args)
             return
         for source in ranks:
             if source != rank:
-                ctypes.memmove(args.outputs[source], landed[source], args.bytes)
+                ctypes.memmove(args.shards[source], landed[source], args.bytes)
 
     def _sum(self, sources: list[int], output: int, nbytes: int, args: Arguments) -> None:
         dtype = DTYPES[args.element]
@@ -83,6 +87,10 @@ class Kernels:
         for part in parts[1:]:
             total = total + part
         _memory(output, nbytes).view(dtype).copy_(total * args.scale if args.scale != 1 else total)
+
+
+def _table(address: int, comm: Any) -> list[int]:
+    return list((ctypes.c_uint64 * comm.num_ranks).from_address(address))
 
 
 def _memory(address: int, nbytes: int, _: Any = None) -> torch.Tensor:
@@ -116,7 +124,7 @@ def serve_with(made: Collective, path: str, kernels: Any) -> None:
     node._workspaces = {}
     node._kept, node._changes = {}, 0
     waits = node.waits = StreamWaits.__new__(StreamWaits)
-    waits.addresses, waits.number, waits.pending = [], 0, deque()
+    waits.table, waits.number, waits.pending = AddressTable([]), 0, deque()
     waits.progress = torch.zeros(2, dtype=torch.int64)
     engine.path, engine.sum_sms = path, max(1, engine.sum_sms)
     engine.inside, engine.kernels = node, kernels

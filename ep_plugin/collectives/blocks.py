@@ -131,9 +131,9 @@ class Blocks:
             return None
         return number, [part - self._blocks[number].address for part in addresses_of(parts)]
 
-    def address_at(self, index: int, number: int) -> int:
-        """Where block `number` of local rank `index` is mapped here."""
-        return self._blocks[number].buffer.ptrs[index]
+    def memory_of(self, number: int) -> PeerBuffer:
+        """Returns the memory of block `number` on all ranks."""
+        return self._blocks[number].buffer
 
     def allocate(self, nbytes: int) -> torch.Tensor | None:
         """Makes a tensor, uint8 ``[nbytes]``, of a block that has the same number on all ranks.

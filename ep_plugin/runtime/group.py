@@ -24,7 +24,7 @@ from ep_plugin.runtime.faults import GRACE_S, aborted_error, error_of, gave_up
 from ep_plugin.runtime.poller import Poller
 from ep_plugin.runtime.sms import budget_of
 from ep_plugin.transport.exchange import Exchange
-from ep_plugin.transport.peer import PeerBuffer, PeerMemory
+from ep_plugin.transport.peer import AddressTable, PeerBuffer, PeerMemory
 from ep_plugin.transport.rail import MOST_CTAS
 from ep_plugin.transport.rails import Rails, check_backend
 from ep_plugin.transport.shm import ShmMemory
@@ -160,19 +160,26 @@ class GroupEngine(BaseEngine):
         self._resources.callback(self.boards.close)
 
     def _comm_struct(self, control: Sequence[int], num_experts: int, plain: bool = False) -> Any:
-        """Returns the communicator as kernels of this node see it. num_experts: the number of experts on the node."""
-        comm = _C.Comm(
+        """Returns the communicator as kernels of this node see it.
+
+        Args:
+            control: the address of each rank's control block, as mapped here.
+            num_experts: the number of experts on the node.
+            plain: whether kernels use no bulk copies.
+        """
+        table = self._control_table = AddressTable(control, self.device)
+        return _C.Comm(
             rank=self.index,
             num_ranks=self.node_size,
             num_experts=num_experts,
             gate=_C.Step[(env.settings().test_gate or "none").upper()],
             plain=int(plain),
             timeout_ns=int(self.timeout_s * 1e9),
+            control=table.address,
+            own_control=control[self.index],
             state=self.state.data_ptr(),
             board=self.boards.device_address,
         )
-        comm.set_control(list(control))
-        return comm
 
     @contextlib.contextmanager
     def on_rail(self) -> Iterator[None]:

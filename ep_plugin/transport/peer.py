@@ -7,8 +7,9 @@ symmetric memory over NVLink (nvlink.py) serves GPUs.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ep_plugin.errors import CommunicatorClosed, EpPluginError, NotSupported, error_of_peer, type_and_text
@@ -20,6 +21,28 @@ if TYPE_CHECKING:
     import torch
 
 
+class AddressTable:
+    """The address of every rank's block as mapped in this process, uint64 ``[ranks]``, for the kernels of a device.
+
+    Kernels find peers by it, so it stays alive and unchanged while a kernel or a CUDA graph may use it. A block that
+    replaces another one has a table of its own.
+
+    Attributes:
+        address: where it is in the device's memory.
+        host_address: where it is in this process's memory.
+    """
+
+    def __init__(self, addresses: Sequence[int], device: torch.device | None = None) -> None:
+        """device: whose kernels use it; None: the CPU."""
+        self._host = (ctypes.c_uint64 * len(addresses))(*addresses)
+        self.host_address = self.address = ctypes.addressof(self._host)
+        if device is not None and device.type != "cpu":
+            import torch  # errors and configs are imported without it
+
+            self._on_device = torch.tensor(addresses, dtype=torch.int64, device=device)
+            self.address = self._on_device.data_ptr()
+
+
 class PeerBuffer:
     """One allocation: a block of ``nbytes`` bytes on every rank. ``what`` names it in messages.
 
@@ -27,10 +50,20 @@ class PeerBuffer:
     you drop it: dropping it keeps the memory.
     """
 
-    def __init__(self, *, nbytes: int, ptrs: tuple[int, ...], what: str, release: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        *,
+        nbytes: int,
+        ptrs: tuple[int, ...],
+        what: str,
+        release: Callable[[], None],
+        device: torch.device | None = None,
+    ) -> None:
+        """device: whose kernels use the table of addresses; None: the CPU."""
         self.nbytes = nbytes
         self.what = what
         self._ptrs = ptrs
+        self.table = AddressTable(ptrs, device)
         self._release: Callable[[], None] | None = release
 
     @property
@@ -95,7 +128,11 @@ class PeerMemory(ABC):
         self.exchange.agree("an allocation", f"{nbytes} bytes for {what}")
         ptrs, release = self._map_blocks(nbytes, what)
         log().info("rank %d: %s, %d bytes on %s", self.exchange.group_rank, what, nbytes, self.device)
-        buffer = PeerBuffer(nbytes=nbytes, ptrs=ptrs, what=what, release=release)
+        try:
+            buffer = PeerBuffer(nbytes=nbytes, ptrs=ptrs, what=what, release=release, device=self.device)
+        except BaseException:
+            release()
+            raise
         self._open = [*(other for other in self._open if not other.closed), buffer]
         return buffer
 

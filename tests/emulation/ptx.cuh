@@ -69,6 +69,7 @@ inline void red_max_release_cta(int32_t* word, int32_t value) { *word = std::max
 inline void red_add_release_cta(int32_t* word, int32_t value) { *word += value; }
 inline int32_t ld_acquire_cta(int32_t* word) { return *word; }
 
+inline void prefetch(const void*) {}
 inline bool barrier_and(uint32_t barrier, uint32_t threads, bool vote) {
   return simt::sync_some(barrier, threads, vote).all;
 }

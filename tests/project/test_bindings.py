@@ -51,6 +51,16 @@ def test_fields_of_a_struct(name: str) -> None:
         kind(no_such_field=1)
 
 
+# The caller's shards are anywhere, so these have an address for each rank.
+LISTS = ("AllGatherArgs", "ReduceScatterArgs", "SmallExchangeArgs")
+
+
+@pytest.mark.parametrize("name", [name for name in STRUCTS if name.endswith("Args") and not name.startswith("Cpu")])
+def test_arguments_of_a_kernel_do_not_grow_with_the_ranks(name: str) -> None:
+    most = 8 * _C.max_ranks
+    assert getattr(_C, name).nbytes - (most if name in LISTS else 0) < 400 < most
+
+
 @pytest.mark.parametrize("name", ENUMS)
 def test_members_of_an_enum(name: str) -> None:
     members = [node.targets[0].id for node in CLASSES[name].body if isinstance(node, ast.Assign)]

@@ -69,12 +69,12 @@ class CudaNode:
 
     def close(self) -> None: ...
 
-    def _workspace(self, name: str, nbytes: int) -> tuple[int, ...]:
-        """Returns the address of each rank's memory of this name. Makes it, collectively, when it is first needed."""
+    def _workspace(self, name: str, nbytes: int) -> PeerBuffer:
+        """Returns the ranks' memory of this name. Makes it, collectively, when it is first needed."""
         if name not in self._workspaces:
             self._refuse_first_in_graph(name)
             self._workspaces[name] = self._node.memory.allocate(nbytes, name)
-        return self._workspaces[name].ptrs
+        return self._workspaces[name]
 
     def _refuse_first_in_graph(self, name: str) -> None:
         """Raises CaptureRefused, before anything is done, if a CUDA graph's capture would have to make `name`."""
@@ -93,15 +93,16 @@ class CudaNode:
         self._kept[key] = launch
         return launch
 
-    def _exchange_words(
-        self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], element: int, scale: float
-    ) -> None:
+    def _exchange_words(self, shards: Sequence[torch.Tensor], own: torch.Tensor, element: int, scale: float) -> None:
         """Gathers or sums small shards as words with flags.
 
-        inputs: for each rank, the shard that this rank sends it. outputs: for each rank, where its shard goes; a sum
-        repeats its one output. element: the dtype of a sum, -1 for a gather.
+        Args:
+            shards: in a gather, where each rank's shard goes; in a sum, this rank's shard for each rank.
+            own: in a gather, this rank's shard; in a sum, where the sum goes.
+            element: the dtype of a sum, -1 for a gather.
+            scale: the factor of a sum.
         """
-        node, nbytes = self._node, inputs[0].numel()
+        node, nbytes = self._node, own.numel()
         words = self._workspace("words", _C.small_words_bytes(node.node_size))
         args = _C.SmallExchangeArgs(
             comm=node.comm,
@@ -109,11 +110,12 @@ class CudaNode:
             scale=scale,
             element=element,
             num_ctas=paths.small_ctas(nbytes, node.node_size),
+            words=words.table.address,
+            own_words=words.ptrs[node.index],
+            own=own.data_ptr(),
         )
         args.stream = self._streams.enter(args.num_ctas)
-        args.set_words(list(words))
-        args.set_inputs(addresses_of(inputs))
-        args.set_outputs(addresses_of(outputs))
+        args.set_shards(addresses_of(shards))
         node.kernels.small_exchange(args)
 
 
@@ -128,18 +130,20 @@ class CudaSumNode(CudaNode):
         if nbytes == 0:
             return
         if self._is_small(nbytes):
-            self._exchange_words(shards, [out] * node.node_size, element, scale)
+            self._exchange_words(shards, out, element, scale)
             return
         args = self._kept.get((nbytes, element, scale))
         if args is None:
+            cells = self._workspace("cells", _C.channel_cells_bytes(node.node_size, node.sum_sms))
             args = _C.ReduceScatterArgs(
                 comm=node.comm,
                 bytes=nbytes,
                 scale=scale,
                 element=element,
                 num_ctas=paths.scatter_sms(node.path, nbytes, node.node_size, node.sum_sms),
+                cells=cells.table.address,
+                own_cells=cells.ptrs[node.index],
             )
-            args.set_cells(list(self._workspace("cells", _C.channel_cells_bytes(node.node_size, node.sum_sms))))
             self._keep((nbytes, element, scale), args)
         args.set_inputs(addresses_of(shards))
         args.output = out.data_ptr()
@@ -167,7 +171,7 @@ class CudaGatherNode(CudaNode):
         if self._is_small(nbytes):
             self._refuse_first_in_graph("words")
             self._compare(nbytes, _STAGED, outputs)
-            return self._exchange_words([shard] * node.node_size, outputs, -1, 1.0)
+            return self._exchange_words(outputs, shard, -1, 1.0)
         key = shard.data_ptr(), nbytes, key_of(outputs)
         launch = self._kept_launch(key)
         if launch is not None:
@@ -182,8 +186,8 @@ class CudaGatherNode(CudaNode):
             block, offsets = found
             place = _C.place_word(block, offsets[0])
             self._compare(nbytes, place, outputs)
-            targets = [node.blocks.address_at(index, block) + offsets[node.index] for index in range(node.node_size)]
-            launches = [self._launch_of(shard, outputs, targets, block, place)]
+            memory = node.blocks.memory_of(block)
+            launches = [self._launch_of(shard, outputs, memory, offsets[node.index], block, place)]
         if len(launches) == 1 and not self._streams.capturing():
             self._keep(key, launches[0])
         for launch in launches:
@@ -197,8 +201,8 @@ class CudaGatherNode(CudaNode):
         for begin in range(0, shard.numel(), step):
             part = shard[begin : begin + step]
             parts = [output[begin : begin + step] for output in outputs]
-            targets = [address + node.index * part.numel() for address in staging]
-            launches.append(self._launch_of(part, parts, targets, _C.staging_block, _STAGED, staging[node.index]))
+            offset = node.index * part.numel()
+            launches.append(self._launch_of(part, parts, staging, offset, _C.staging_block, _STAGED))
         return launches
 
     def _compare(self, nbytes: int, place: int, outputs: Sequence[torch.Tensor]) -> None:
@@ -221,32 +225,39 @@ class CudaGatherNode(CudaNode):
         self,
         shard: torch.Tensor,
         outputs: Sequence[torch.Tensor],
-        targets: list[int],
+        memory: PeerBuffer,
+        offset: int,
         block: int,
         place: int,
-        staging: int = 0,
     ) -> tuple[Any, Sequence[int]]:
         """Returns the kernel's arguments except its stream and number, and the addresses on this rank that peers write.
 
-        staging: the address of this rank's staging block if the shard goes through it, else 0.
+        Args:
+            shard, outputs: this rank's shard, and where each rank's shard goes here.
+            memory: the ranks' blocks in which peers have the outputs, or their staging blocks.
+            offset: where this rank's shard goes in each of them.
+            block: their number.
+            place: the outputs' place, see place_word.
         """
         node, nbytes = self._node, shard.numel()
-        targets[node.index] = 0  # this rank's shard is there
+        staging = memory.ptrs[node.index] if block == _C.staging_block else 0
         args = _C.AllGatherArgs(
             comm=node.comm,
             input=shard.data_ptr(),
             bytes=nbytes,
+            blocks=memory.table.address,
+            host_blocks=memory.table.host_address,
+            offset=offset,
             staging=staging,
             place=place,
             block=block,
             num_ctas=paths.push_ctas(node.path, nbytes, node.node_size, mapped=not staging),
             captured=int(self._streams.capturing()),
+            stream_words=self.waits.table.host_address,
             begun=self.waits.progress.data_ptr(),
             finished=self.waits.progress.data_ptr() + 8,
         )
         addresses = addresses_of(outputs)
-        args.set_targets(targets)
-        args.set_stream_words(self.waits.addresses)
         args.set_outputs(addresses)
         filled = [staging + index * nbytes for index in range(node.node_size)] if staging else list(addresses)
         del filled[node.index]

@@ -22,6 +22,7 @@ import torch
 from ep_plugin import _C
 from ep_plugin.collectives.blocks import Node, tensor_at
 from ep_plugin.runtime.poller import Poller
+from ep_plugin.transport.peer import AddressTable
 
 _LOOK_S = 0.02
 _POISON_S = 1.0
@@ -59,10 +60,11 @@ class StreamWaits:
         self._open = True
         self.progress = torch.zeros(2, dtype=torch.int64, device="cpu", pin_memory=True)
         with contextlib.ExitStack() as made:
-            self.addresses = []
+            addresses = []
             for address in node.control.stream_words:
-                self.addresses.append(_C.register_host(address, _C.stream_words_bytes, node.device.index))
+                addresses.append(_C.register_host(address, _C.stream_words_bytes, node.device.index))
                 made.callback(_unregister, address)
+            self.table = AddressTable(addresses)
             own = tensor_at(node.control.stream_words[node.index], _C.stream_words_bytes, torch.device("cpu"))
             self.words: torch.Tensor = own.view(torch.int64).view(_C.stream_words_shape)
             _warm_up(node.device)

@@ -50,6 +50,7 @@ class Struct : public py::class_<Args> {
       return args;
     }));
     this->def("copy", [](const Args& args) { return args; });
+    this->attr("nbytes") = sizeof(Args);
   }
 
   template <class Value>
@@ -87,12 +88,11 @@ inline void bind_enum(py::module_& m, const char* name,
   m.attr(name) = py::module_::import("enum").attr("IntEnum")(name, named, py::arg("module") = m.attr("__name__"));
 }
 
-// Copies one word per rank.
-template <class Word>
-void set_words(Word* to, const std::vector<Word>& from) {
-  if (from.size() > kMaxRanks)
-    throw py::value_error("ranks: expected at most " + std::to_string(kMaxRanks) + ", got " +
-                          std::to_string(from.size()));
+// Copies words into an array that has room for more.
+template <class Word, size_t kMost>
+void set_words(Word (&to)[kMost], const std::vector<Word>& from) {
+  if (from.size() > kMost)
+    throw py::value_error("ranks: expected at most " + std::to_string(kMost) + ", got " + std::to_string(from.size()));
   std::copy(from.begin(), from.end(), to);
 }
 

@@ -51,17 +51,19 @@ void bind_cuda_collectives(py::module_& m) {
       .field("comm", &AllGatherArgs::comm)
       .field("input", &AllGatherArgs::input)
       .field("bytes", &AllGatherArgs::bytes)
+      .field("blocks", &AllGatherArgs::blocks)
+      .field("host_blocks", &AllGatherArgs::host_blocks)
+      .field("offset", &AllGatherArgs::offset)
       .field("staging", &AllGatherArgs::staging)
       .field("place", &AllGatherArgs::place)
       .field("block", &AllGatherArgs::block)
       .field("num_ctas", &AllGatherArgs::num_ctas)
       .field("captured", &AllGatherArgs::captured)
       .field("number", &AllGatherArgs::number)
+      .field("stream_words", &AllGatherArgs::stream_words)
       .field("begun", &AllGatherArgs::begun)
       .field("finished", &AllGatherArgs::finished)
       .field("stream", &AllGatherArgs::stream)
-      .def("set_targets", array_of(&AllGatherArgs::targets))
-      .def("set_stream_words", array_of(&AllGatherArgs::stream_words))
       .def("set_outputs", array_of(&AllGatherArgs::outputs));
   m.def("channel_cells_bytes", &channel_cells_bytes);
   Struct<ReduceScatterArgs>(m, "ReduceScatterArgs")
@@ -72,8 +74,9 @@ void bind_cuda_collectives(py::module_& m) {
       .field("element", &ReduceScatterArgs::element)
       .field("num_ctas", &ReduceScatterArgs::num_ctas)
       .field("stream", &ReduceScatterArgs::stream)
-      .def("set_inputs", array_of(&ReduceScatterArgs::inputs))
-      .def("set_cells", array_of(&ReduceScatterArgs::cells));
+      .field("cells", &ReduceScatterArgs::cells)
+      .field("own_cells", &ReduceScatterArgs::own_cells)
+      .def("set_inputs", array_of(&ReduceScatterArgs::inputs));
   m.attr("small_bytes") = kSmallBytes;
   m.def("small_words_bytes", &small_words_bytes);
   Struct<SmallExchangeArgs>(m, "SmallExchangeArgs")
@@ -83,9 +86,10 @@ void bind_cuda_collectives(py::module_& m) {
       .field("element", &SmallExchangeArgs::element)
       .field("num_ctas", &SmallExchangeArgs::num_ctas)
       .field("stream", &SmallExchangeArgs::stream)
-      .def("set_words", array_of(&SmallExchangeArgs::words))
-      .def("set_inputs", array_of(&SmallExchangeArgs::inputs))
-      .def("set_outputs", array_of(&SmallExchangeArgs::outputs));
+      .field("words", &SmallExchangeArgs::words)
+      .field("own_words", &SmallExchangeArgs::own_words)
+      .field("own", &SmallExchangeArgs::own)
+      .def("set_shards", array_of(&SmallExchangeArgs::shards));
   m.def("dlpack_bytes", &dlpack_bytes);
   m.def("place_word", &place_word);
   m.attr("stream_words_shape") = py::make_tuple(2, kMaxPeerBlocks + 1, kMaxRanks);  // ready and done

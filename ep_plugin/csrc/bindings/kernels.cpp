@@ -82,11 +82,13 @@ void bind_structs(py::module_& m) {
       .field("timeout_ns", &Comm::timeout_ns)
       .field("state", &Comm::state)
       .field("board", &Comm::board)
-      .def("set_control", [](Comm& comm, const std::vector<Address>& ranks) { set_words(comm.control, ranks); })
-      .def("set_pool", [](Comm& comm, int pool, const std::vector<Address>& ranks, int64_t bytes) {
+      .field("control", &Comm::control)
+      .field("own_control", &Comm::own_control)
+      .def("set_pool", [](Comm& comm, int pool, Address table, Address own, int64_t bytes) {
         if (pool != kDispatchPool && pool != kCombinePool)
           throw py::value_error("pool: expected 0 or 1, got " + std::to_string(pool));
-        set_words(comm.pool[pool], ranks);
+        comm.pool[pool] = table;
+        comm.own_pool[pool] = own;
         comm.pool_bytes[pool] = bytes;
       });
   Struct<Routing>(m, "Routing")

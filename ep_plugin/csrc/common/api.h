@@ -25,12 +25,16 @@ struct Comm {
   int32_t plain;  // CUDA: 1 uses plain loads and stores where bulk copies exist
   int32_t reserved;
   int64_t timeout_ns;
-  int64_t pool_bytes[2];       // by Pool: size of each rank's pool
-  Address control[kMaxRanks];  // by rank: its control block, as mapped in this process
-  Address pool[2][kMaxRanks];  // by Pool and rank: its pool, as mapped in this process
-  Address state;               // State, in this rank's device memory
-  Address board;               // this rank's Board, as its device maps it
+  int64_t pool_bytes[2];  // by Pool: size of each rank's pool
+  // Tables of addresses, [R] in this rank's device memory. Nothing writes to a table that kernels may read.
+  Address control;      // each rank's control block, as mapped in this process
+  Address pool[2];      // by Pool: each rank's pool, as mapped in this process
+  Address own_control;  // this rank's entries of the tables
+  Address own_pool[2];
+  Address state;  // State, in this rank's device memory
+  Address board;  // this rank's Board, as its device maps it
 };
+static_assert(sizeof(Comm) == 112, "it does not grow with the ranks");
 
 // The routing of one dispatch: int32 tensors on the communicator's device, which the handle owns.
 struct Routing {

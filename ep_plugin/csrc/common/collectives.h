@@ -179,6 +179,9 @@ constexpr int64_t kChannelCellBytes = kMaxChunkRows * kSumRowBytes;
 EP_HD constexpr int channel_cells(int ranks) {
   return ranks <= 2 ? kMaxChannelCells : ranks <= 4 ? 16 : ranks <= 8 ? 8 : 4;
 }
+constexpr int kMaxSourceCells = 4 * kMaxRanks;  // of a channel, for all sources
+static_assert(channel_cells(kMaxRanks) * kMaxRanks == kMaxSourceCells && kMaxSourceCells >= 64,
+              "as the most ranks have");
 EP_HD constexpr int64_t channel_cells_bytes(int ranks, int channels) {
   return channels * (ranks - 1) * channel_cells(ranks) * kChannelCellBytes;
 }
@@ -212,14 +215,16 @@ struct DeviceControl {
 // A place as one word.
 EP_HD constexpr int64_t place_word(int block, int64_t offset) { return static_cast<int64_t>(block) << 48 | offset; }
 
-// targets[r]: where this rank's shard goes on rank r, in a block; 0 if it is there already, as on this rank.
-// staging: 0, or the address in this rank's staging block that receives rank 0's shard; the shards of the other ranks
-// follow in order. outputs[r]: where rank r's shard goes in the end.
+// This rank's shard goes to `offset` in the block of every other rank. staging: 0, or the address in this rank's
+// staging block that receives rank 0's shard; the shards of the other ranks follow in order. outputs[r]: where rank r's
+// shard goes in the end.
 struct AllGatherArgs {
   Comm comm;  // control: DeviceControl of each rank
   Address input;
   int64_t bytes;
-  Address targets[kMaxRanks];
+  Address blocks;       // table, as in Comm: each rank's block
+  Address host_blocks;  // the same table in host memory
+  int64_t offset;
   Address staging;
   Address outputs[kMaxRanks];
   int64_t place;  // the place of rank 0's shard in the output
@@ -227,19 +232,20 @@ struct AllGatherArgs {
   int32_t num_ctas;  // CTAs of the kernel; 0: copy engines
   int32_t captured;  // copy engines: 1 in a CUDA graph, where kernels do the handshake in place of stream operations
   int32_t reserved;
-  uint64_t number;                  // the operation's number, for copy engines outside of a graph
-  Address stream_words[kMaxRanks];  // StreamWords of each rank, as this device maps them
-  Address begun;                    // u64 in host memory: number of the latest operation that the stream has begun
-  Address finished;                 // u64 in host memory: number of the latest operation that has finished
+  uint64_t number;       // the operation's number, for copy engines outside of a graph
+  Address stream_words;  // Address [R] in host memory: StreamWords of each rank, as this device maps them
+  Address begun;         // u64 in host memory: number of the latest operation that the stream has begun
+  Address finished;      // u64 in host memory: number of the latest operation that has finished
   Address stream;
 };
 
-// As CpuReduceScatterArgs. cells[r]: rank r's cells, [channels][num_ranks - 1 sources][channel_cells], with num_ctas
-// channels or more.
+// As CpuReduceScatterArgs. A rank's cells are [channels][num_ranks - 1 sources][channel_cells], with num_ctas channels
+// or more.
 struct ReduceScatterArgs {
   Comm comm;  // control: DeviceControl of each rank
   Address inputs[kMaxRanks];
-  Address cells[kMaxRanks];
+  Address cells;      // table, as in Comm: each rank's cells
+  Address own_cells;  // this rank's entry
   Address output;
   int64_t bytes;  // bytes of a shard
   double scale;
@@ -293,17 +299,18 @@ EP_HD constexpr int64_t small_element(uint32_t flag) {
 constexpr int kExpiries = 1 << (kNumberBits - 2);
 EP_HD constexpr int64_t expired_at_once(int ranks) { return (small_capacity(ranks) + kExpiries - 1) / kExpiries; }
 
-// Gathers or sums small shards. words[r]: rank r's FlaggedWord [2][num_ranks][small_capacity], by the parity of the
-// operation's number and by source. inputs[r]: this rank's shard for rank r; in a gather, the same for all.
+// Gathers or sums small shards. A rank's words are FlaggedWord [2][num_ranks][small_capacity], by the parity of the
+// operation's number and by source.
 struct SmallExchangeArgs {
   Comm comm;
-  Address words[kMaxRanks];
-  Address inputs[kMaxRanks];
-  Address outputs[kMaxRanks];  // gather: where each rank's shard goes. Sum: [comm.rank] is where the sum goes
-  int64_t bytes;               // bytes of a shard
-  double scale;                // the scale of the sum
-  int32_t element;             // the element of the sum; -1: gather
-  int32_t num_ctas;            // a multiple of the number of peers
+  Address words;              // table, as in Comm: each rank's words
+  Address own_words;          // this rank's entry
+  Address shards[kMaxRanks];  // gather: where each rank's shard goes. Sum: this rank's shard for each rank
+  Address own;                // gather: this rank's shard. Sum: where the sum goes
+  int64_t bytes;              // bytes of a shard
+  double scale;               // the scale of the sum
+  int32_t element;            // the element of the sum; -1: gather
+  int32_t num_ctas;           // a multiple of the number of peers
   Address stream;
 };
 

@@ -21,7 +21,8 @@
 
 namespace ep {
 
-constexpr int kMaxRanks = 16;
+constexpr int kMaxRanks = 72;
+constexpr int kRankWords = (kMaxRanks + 31) / 32;  // 32-bit words with a bit for each rank
 constexpr int kMaxTopk = 128;
 constexpr int kMaxChunks = 40;
 constexpr int kShortChunks = 4;      // chunks at the end, so that the last rows are signalled soon

@@ -99,22 +99,23 @@ EP_HD constexpr int64_t ll_refreshed(uint64_t epoch, int64_t words) {
 
 // The properties of an operation that must be equal on all ranks, then the properties of the sending rank.
 struct LlHeader {
-  int32_t row_bytes;     // bytes of a row of x or y as it travels, without scales; logfmt: as in kLlPlain
-  int32_t scale_bytes;   // scales of one row, 0 without
-  int32_t topk;          // K
-  int32_t dtype;         // the caller's own code of the element type
-  int32_t format;        // LlFormat
-  int32_t max_tokens;    // T_max of the call
-  int32_t weight_bytes;  // combine: 4 or 8
-  int32_t config_hash;   // the lower half
-  int32_t num_tokens;    // T of the sending rank
-  uint32_t mask;         // bit r: the sending rank has masked rank r. Kernels fill it in
-  int32_t reserved[2];
+  int32_t row_bytes;          // bytes of a row of x or y as it travels, without scales; logfmt: as in kLlPlain
+  int32_t scale_bytes;        // scales of one row, 0 without
+  int32_t topk;               // K
+  int32_t dtype;              // the caller's own code of the element type
+  int32_t format;             // LlFormat
+  int32_t max_tokens;         // T_max of the call
+  int32_t weight_bytes;       // combine: 4 or 8
+  int32_t config_hash;        // the lower half
+  int32_t num_tokens;         // T of the sending rank
+  uint32_t mask[kRankWords];  // bit r % 32 of word r / 32: the sending rank has masked rank r. Kernels fill it in
 };
 constexpr int kLlHeaderFields = 9;  // the fields that have names
 constexpr int kLlComparedFields = 8;
 constexpr int kLlHeaderWords = 4;
 static_assert(sizeof(LlHeader) == kLlHeaderWords * kLlWordBytes, "a header fills its words");
+
+EP_HD constexpr bool has_rank(const uint32_t* mask, int rank) { return (mask[rank / 32] >> rank % 32 & 1u) != 0; }
 
 // Expert ids: int16 [T,K] without gaps, -1: dropped. They follow the header, kLlIdsPerWord in a word.
 constexpr int kLlIdsPerWord = 6;

@@ -98,7 +98,7 @@ struct LlBlock {
   }
 };
 EP_HD LlBlock ll_block(const LlOperation& op, int rank) {
-  return LlBlock{op.comm.control[rank], ll_layout(op.comm.num_ranks, op.shape), op.comm.num_ranks, op.shape};
+  return LlBlock{control_at(op.comm, rank), ll_layout(op.comm.num_ranks, op.shape), op.comm.num_ranks, op.shape};
 }
 
 // A plan with its parts named.

@@ -10,6 +10,21 @@ EP_HD T* at(Address base, int64_t offset = 0) {
   return reinterpret_cast<T*>(static_cast<uintptr_t>(base) + static_cast<uintptr_t>(offset));
 }
 
+// The entry of a table of addresses.
+EP_HD Address address_in(Address table, int rank) {
+#if defined(__CUDA_ARCH__)
+  return __ldg(at<const Address>(table) + rank);
+#else
+  return at<const Address>(table)[rank];
+#endif
+}
+EP_HD Address control_at(const Comm& comm, int rank) {
+  return rank == comm.rank ? comm.own_control : address_in(comm.control, rank);
+}
+EP_HD Address pool_at(const Comm& comm, int pool, int rank) {
+  return rank == comm.rank ? comm.own_pool[pool] : address_in(comm.pool[pool], rank);
+}
+
 EP_HD int local_experts(const Comm& comm) { return comm.num_experts / comm.num_ranks; }
 
 EP_HD State& state_of(const Comm& comm) { return *at<State>(comm.state); }
@@ -20,21 +35,22 @@ EP_HD int64_t* board_totals(const Comm& comm) { return at<int64_t>(comm.board, s
 // kConsumedCounts.
 EP_HD uint64_t* consumed_word(const Comm& comm, int owner, int kind, int peer) {
   const ControlLayout lay = control_layout(comm.num_ranks, comm.num_experts);
-  return at<uint64_t>(comm.control[owner], lay.consumed) + static_cast<int64_t>(kind) * comm.num_ranks + peer;
+  return at<uint64_t>(control_at(comm, owner), lay.consumed) + static_cast<int64_t>(kind) * comm.num_ranks + peer;
 }
 EP_HD uint64_t* count_words(const Comm& comm, int owner, int parity, int source) {
   const ControlLayout lay = control_layout(comm.num_ranks, comm.num_experts);
   const int64_t row = static_cast<int64_t>(parity) * comm.num_ranks + source;
-  return at<uint64_t>(comm.control[owner], lay.count_rows + row * count_row_bytes(comm.num_ranks, comm.num_experts));
+  return at<uint64_t>(control_at(comm, owner),
+                      lay.count_rows + row * count_row_bytes(comm.num_ranks, comm.num_experts));
 }
 EP_HD Opening* opening(const Comm& comm, int owner, int pool, int source) {
   const ControlLayout lay = control_layout(comm.num_ranks, comm.num_experts);
-  return at<Opening>(comm.control[owner], lay.opening) + static_cast<int64_t>(pool) * comm.num_ranks + source;
+  return at<Opening>(control_at(comm, owner), lay.opening) + static_cast<int64_t>(pool) * comm.num_ranks + source;
 }
 EP_HD Arrival* arrival(const Comm& comm, int owner, int pool, int source, int chunk) {
   const ControlLayout lay = control_layout(comm.num_ranks, comm.num_experts);
   const int64_t row = static_cast<int64_t>(pool) * comm.num_ranks + source;
-  return at<Arrival>(comm.control[owner], lay.arrival) + row * kMaxChunks + chunk;
+  return at<Arrival>(control_at(comm, owner), lay.arrival) + row * kMaxChunks + chunk;
 }
 
 // The ids of a TOKEN_MAJOR output: the bytes of one, and a store to the id of a pair.

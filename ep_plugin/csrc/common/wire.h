@@ -15,6 +15,8 @@ enum WireKind : int32_t {
   kWireEngine = 4      // copy engines: one asynchronous copy for each pair, in order
 };
 
+constexpr int kMaxPairs = 16;
+
 // `num_pairs` copies of `bytes` bytes each, at the same time, chunk by chunk in turn. Addresses and sizes are multiples
 // of 16.
 struct WireArgs {
@@ -25,8 +27,8 @@ struct WireArgs {
   int32_t seed;
   int32_t chunk_bytes;  // a divisor of `bytes`; 4096 for 16-byte accesses
   int64_t bytes;
-  Address from[kMaxRanks];
-  Address to[kMaxRanks];
+  Address from[kMaxPairs];
+  Address to[kMaxPairs];
   Address failed;  // u32 in device memory: counts warps whose wait for a load ran past its deadline
   Address stream;
 };

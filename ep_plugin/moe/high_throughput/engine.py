@@ -209,7 +209,7 @@ class HighThroughputEngine(GroupEngine):
         if old is not None and not self._captured:  # a captured graph goes on writing to the pool it was captured with
             old.close()
         block = self._pools[pool] = self.memory.allocate(nbytes, name)
-        self.comm.set_pool(pool, list(block.ptrs), block.nbytes)
+        self.comm.set_pool(pool, block.table.address, block.ptrs[self.index], block.nbytes)
 
     def disagreement_on_pool(self, pool: str, nbytes: int, rank: int, theirs: str) -> DisagreementError:
         """Returns the error for two ranks that need pools of different sizes for one operation."""

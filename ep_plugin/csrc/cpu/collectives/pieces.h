@@ -23,7 +23,9 @@ inline void poison(void* output, int64_t bytes) {
   if (bytes > 0) std::memset(output, 0xFF, static_cast<size_t>(bytes));
 }
 
-inline CollectiveControl& control_of(const Comm& comm, int rank) { return *at<CollectiveControl>(comm.control[rank]); }
+inline CollectiveControl& control_of(const Comm& comm, int rank) {
+  return *at<CollectiveControl>(control_at(comm, rank));
+}
 
 // One rank's side of one operation of count() chunks, each of `chunk_bytes` of a shard. An empty shard has one chunk,
 // too, because ranks compare sizes and types.

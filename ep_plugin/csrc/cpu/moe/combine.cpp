@@ -93,7 +93,7 @@ bool send_slot(const Run& run, const CombineSendArgs& args, const Meta& meta, in
     return fail(comm, kTooSmall, run.step, owner, 0, comm.pool_bytes[kCombinePool], offset + lay.bytes);
   Terms<typename Sum<T>::type> terms;
   if (!gather_terms(run, args, slot, &terms)) return false;
-  char* to = at<char>(comm.pool[kCombinePool][owner], offset);
+  char* to = at<char>(pool_at(comm, kCombinePool, owner), offset);
   reduce_row<T>(args, terms, reinterpret_cast<T*>(to));
   if (args.header.weight_bytes != 0) copy_extra(args, slot, terms.count > 0 ? terms.row[0] : -1, to + lay.extra);
   return true;
@@ -143,7 +143,7 @@ void receive_token(const CombineRecvArgs& args, const PartialLayout& lay, const 
   const T* rows[kMaxRanks];
   int count = 0;
   for (int d = 0; d < comm.num_ranks; ++d)
-    if (slot[d] >= 0) rows[count++] = at<const T>(comm.pool[kCombinePool][comm.rank], slot[d] * lay.bytes);
+    if (slot[d] >= 0) rows[count++] = at<const T>(comm.own_pool[kCombinePool], slot[d] * lay.bytes);
   const Start bias = start_of<T>(args.bias, args.wide_bias != 0, t, args.hidden);
   sum_rows<T>(rows, count, args.hidden, at<T>(args.out) + t * args.hidden, bias);
 }
@@ -156,7 +156,7 @@ void add_extra(const CombineRecvArgs& args, const PartialLayout& lay, const int6
   std::fill_n(to, K, S(0));
   for (int d = 0; d < comm.num_ranks; ++d) {
     if (slot[d] < 0) continue;
-    const S* from = at<const S>(comm.pool[kCombinePool][comm.rank], slot[d] * lay.bytes + lay.extra);
+    const S* from = at<const S>(comm.own_pool[kCombinePool], slot[d] * lay.bytes + lay.extra);
     for (int k = 0; k < K; ++k) to[k] += from[k];
   }
 }

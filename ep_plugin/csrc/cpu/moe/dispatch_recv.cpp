@@ -99,7 +99,7 @@ bool receive_source(const Run& run, const Output& out, int source) {
     int end;
     if (!wait_chunk(run, kDispatchPool, source, c, begin, limit, &end)) return false;
     for (int64_t i = begin; i < end; ++i) {
-      const char* slot = at<char>(comm.pool[kDispatchPool][comm.rank], (region_begin + i) * out.lay.bytes);
+      const char* slot = at<char>(comm.own_pool[kDispatchPool], (region_begin + i) * out.lay.bytes);
       int32_t* recv_rows = args.fresh ? at<int32_t>(args.routing.recv_rows) + (first + i) * args.routing.topk : nullptr;
       const bool ok = args.routing.layout == kFlat
                           ? receive_flat(run, out, slot, recv_rows, source)

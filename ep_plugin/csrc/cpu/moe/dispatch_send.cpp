@@ -67,7 +67,7 @@ bool send_token(const Run& run, const DispatchSendArgs& args, const SlotLayout& 
     if (positions[dest] < 0) continue;
     if (positions[dest] >= region)
       return fail(comm, kBadHandle, run.step, comm.rank, t, region, static_cast<int64_t>(positions[dest]) + 1);
-    char* slot = at<char>(comm.pool[kDispatchPool][dest],
+    char* slot = at<char>(pool_at(comm, kDispatchPool, dest),
                           static_cast<int64_t>(comm.rank * region + positions[dest]) * lay.bytes);
     write_head(args, t, payload.scales, slot, lay);
     std::memcpy(slot + lay.row, payload.row, args.header.row_bytes);

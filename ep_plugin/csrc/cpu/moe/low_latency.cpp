@@ -173,8 +173,9 @@ void ll_write_words(const LlRun& ll, LlWord* to, const void* data, int64_t bytes
 
 LlHeader ll_own_header(const LlRun& ll) {
   LlHeader header = ll.op.header;
-  header.mask = 0;
-  for (int rank = 0; rank < ll.op.comm.num_ranks; ++rank) header.mask |= static_cast<uint32_t>(ll.masked(rank)) << rank;
+  for (uint32_t& word : header.mask) word = 0;
+  for (int rank = 0; rank < ll.op.comm.num_ranks; ++rank)
+    header.mask[rank / 32] |= static_cast<uint32_t>(ll.masked(rank)) << rank % 32;
   return header;
 }
 
@@ -193,12 +194,12 @@ Wait ll_open(const LlRun& ll, int peer, const LlWord* words, LlHeader* header) {
     fail(comm, kBadData, ll.run.step, peer, 0, mine.max_tokens, header->num_tokens);
     return Wait::kFault;
   }
-  if ((header->mask >> comm.rank & 1u) != 0) {
+  if (has_rank(header->mask, comm.rank)) {
     fail(comm, kMasked, ll.run.step, peer, 0, 0, 1);
     return Wait::kFault;
   }
   for (int rank = 0; rank < comm.num_ranks; ++rank)
-    if ((header->mask >> rank & 1u) != 0) mask(ll, rank);
+    if (has_rank(header->mask, rank)) mask(ll, rank);
   return Wait::kThere;
 }
 

@@ -50,8 +50,13 @@ __device__ void poison(const AllGatherArgs& args) {
   }
 }
 
-// Copies this CTA's units from `from` to the addresses to(0), ..., to(count - 1); 0 means none. A thread loads several
-// units before it stores the first. Peers may have written the source.
+// Where this rank's shard goes on another one. blocks: of `args`, in memory that the caller can read.
+EP_HD Address target(const AllGatherArgs& args, Address blocks, int rank) {
+  return address_in(blocks, rank) + static_cast<uint64_t>(args.offset);
+}
+
+// Copies this CTA's units from `from` to the addresses to(0), ..., to(count - 1). A thread loads several units before
+// it stores the first. Peers may have written the source.
 template <class Unit, class To>
 __device__ void copy_span(const AllGatherArgs& args, const Unit* from, int count, To to) {
   const Span<Unit> span = span_of<Unit>(args.bytes);
@@ -62,7 +67,6 @@ __device__ void copy_span(const AllGatherArgs& args, const Unit* from, int count
       if (first + v * kThreads < span.end) values[v] = load_shared(from + first + v * kThreads);
     for (int index = 0; index < count; ++index) {
       const Address address = to(index);
-      if (address == 0) continue;
 #pragma unroll
       for (int v = 0; v < kInFlight; ++v)
         if (first + v * kThreads < span.end) at<Unit>(address)[first + v * kThreads] = values[v];
@@ -73,8 +77,8 @@ __device__ void copy_span(const AllGatherArgs& args, const Unit* from, int count
 template <class Unit>
 __device__ void send_span(const AllGatherArgs& args) {
   const Comm& comm = args.comm;
-  copy_span(args, at<const Unit>(args.input), comm.num_ranks,
-            [&](int index) { return args.targets[(comm.rank + 1 + index) % comm.num_ranks]; });
+  copy_span(args, at<const Unit>(args.input), comm.num_ranks - 1,
+            [&](int index) { return target(args, args.blocks, (comm.rank + 1 + index) % comm.num_ranks); });
 }
 
 template <class Unit>
@@ -87,6 +91,7 @@ __device__ void fetch_span(const AllGatherArgs& args) {
 template <class Unit>
 __global__ void __launch_bounds__(kThreads) ep_all_gather(const __grid_constant__ AllGatherArgs args) {
   const int cta = static_cast<int>(blockIdx.x);
+  peer::prefetch(args.blocks, args.comm.num_ranks);
   const Run run = enter_collective(args.comm, kAllGather);
   bool ok = run.ok && barrier_before(run, cta, args.bytes, args.place);
   if (ok) {
@@ -98,7 +103,7 @@ __global__ void __launch_bounds__(kThreads) ep_all_gather(const __grid_constant_
   leave_collective(run, ok);
 }
 
-// The handshakes of copy engines in a CUDA graph: one CTA, one thread per peer.
+// The handshakes of copy engines in a CUDA graph: one CTA.
 __global__ void ep_all_gather_begin(const __grid_constant__ AllGatherArgs args) {
   const Run run = enter_collective(args.comm, kAllGather);
   if (run.ok) barrier_before(run, 0, args.bytes, args.place);
@@ -118,10 +123,8 @@ void copy(Address to, Address from, int64_t bytes, Address stream) {
 
 void copy_to_peers(const AllGatherArgs& args) {
   const Comm& comm = args.comm;
-  for (int step = 1; step <= comm.num_ranks; ++step) {
-    const Address to = args.targets[(comm.rank + step) % comm.num_ranks];
-    if (to != 0) copy(to, args.input, args.bytes, args.stream);
-  }
+  for (int step = 1; step < comm.num_ranks; ++step)
+    copy(target(args, args.host_blocks, (comm.rank + step) % comm.num_ranks), args.input, args.bytes, args.stream);
 }
 
 void copy_from_staging(const AllGatherArgs& args) {
@@ -133,7 +136,7 @@ void copy_from_staging(const AllGatherArgs& args) {
 
 Address word_at(const AllGatherArgs& args, int owner, bool done, int peer) {
   const int64_t words = done ? offsetof(StreamWords, done) : offsetof(StreamWords, ready);
-  return args.stream_words[owner] + static_cast<uint64_t>(words) +
+  return address_in(args.stream_words, owner) + static_cast<uint64_t>(words) +
          sizeof(uint64_t) * static_cast<uint64_t>(args.block * kMaxRanks + peer);
 }
 
@@ -152,7 +155,7 @@ void handshake(const AllGatherArgs& args, bool done) {
 
 void gather_by_engines(const AllGatherArgs& args) {
   if (args.captured != 0)
-    launch<ep_all_gather_begin>("all_gather begin", 1, kWarp, 0, args.stream, args);
+    launch<ep_all_gather_begin>("all_gather begin", 1, kThreads, 0, args.stream, args);
   else
     handshake(args, false);
   copy_to_peers(args);
@@ -176,8 +179,8 @@ void all_gather(const AllGatherArgs& args) {
   require(args.block >= 0 && args.block <= kStagingBlock, "block", "0 to 64", args.block);
   require(args.num_ctas >= 0 && args.num_ctas <= kMaxCtas, "num_ctas", "0 to 128", args.num_ctas);
   if (args.num_ctas == 0) return gather_by_engines(args);
-  uint64_t bits = args.input | static_cast<uint64_t>(args.bytes) | args.staging;
-  for (int r = 0; r < args.comm.num_ranks; ++r) bits |= args.targets[r] | args.outputs[r];
+  uint64_t bits = args.input | static_cast<uint64_t>(args.bytes | args.offset) | args.staging;  // blocks are aligned
+  for (int r = 0; r < args.comm.num_ranks; ++r) bits |= args.outputs[r];
   switch (unit_of(bits)) {
     case 16:
       return gather_by_kernel<int4>(args);

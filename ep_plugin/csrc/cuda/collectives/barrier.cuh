@@ -22,6 +22,7 @@ __device__ __forceinline__ DeviceControl& device_control(const Comm& comm, int r
 
 // All threads of a CTA call it first in a kernel. `ok` is the same for all of them.
 __device__ inline Run enter_collective(const Comm& comm, Step step) {
+  peer::prefetch(comm.control, comm.num_ranks);
   Run run{comm, step, device_control(comm, comm.rank).epoch + 1, true};
   run.ok = __syncthreads_or(faulted(comm)) == 0;
   return run;
@@ -38,9 +39,10 @@ __device__ inline bool check_signal(const Run& run, const CtaSignal& theirs, int
 // have started another kind of kernel, so the first CTA also signals the size. All threads call it.
 __device__ inline void signal_size(const Run& run, int64_t bytes) {
   const Comm& comm = run.comm;
-  const int peer = static_cast<int>(threadIdx.x);
-  if (blockIdx.x == 0 && peer < comm.num_ranks && peer != comm.rank)
-    peer::store(&device_control(comm, peer).cta_signals[0][comm.rank], run.epoch, static_cast<uint64_t>(bytes));
+  if (blockIdx.x != 0) return;
+  for (int peer = static_cast<int>(threadIdx.x); peer < comm.num_ranks; peer += static_cast<int>(blockDim.x))
+    if (peer != comm.rank)
+      peer::store(&device_control(comm, peer).cta_signals[0][comm.rank], run.epoch, static_cast<uint64_t>(bytes));
 }
 // False, with a fault, if a peer has begun this operation with another size.
 __device__ inline bool check_size(const Run& run, int peer, int64_t bytes) {
@@ -54,14 +56,14 @@ __device__ inline bool check_size(const Run& run, int peer, int64_t bytes) {
 // Joins the CTA.
 __device__ inline bool barrier_before(const Run& run, int cta, int64_t bytes, int64_t place) {
   const Comm& comm = run.comm;
-  const int peer = static_cast<int>(threadIdx.x);
   bool ok = true;
-  if (peer < comm.num_ranks && peer != comm.rank) {
+  for (int peer = static_cast<int>(threadIdx.x); peer < comm.num_ranks; peer += static_cast<int>(blockDim.x)) {
+    if (peer == comm.rank) continue;
     CtaSignal& there = device_control(comm, peer).cta_signals[cta][comm.rank];
     there.place = place;
     peer::signal(&there, run.epoch, static_cast<uint64_t>(bytes));
     const CtaSignal& here = device_control(comm, comm.rank).cta_signals[cta][peer];
-    ok = peer::wait_at_least(run, &here.ready, run.epoch, peer) && check_signal(run, here, peer, bytes, place);
+    ok = ok && peer::wait_at_least(run, &here.ready, run.epoch, peer) && check_signal(run, here, peer, bytes, place);
   }
   return __syncthreads_and(ok) != 0;
 }
@@ -69,13 +71,13 @@ __device__ inline bool barrier_before(const Run& run, int cta, int64_t bytes, in
 // All threads, when the CTA has written its part. True when all peers have written theirs. Joins the CTA.
 __device__ inline bool barrier_after(const Run& run, int cta) {
   const Comm& comm = run.comm;
-  const int peer = static_cast<int>(threadIdx.x);
   bool ok = true;
   __syncthreads();
-  if (peer < comm.num_ranks && peer != comm.rank) {
+  for (int peer = static_cast<int>(threadIdx.x); peer < comm.num_ranks; peer += static_cast<int>(blockDim.x)) {
+    if (peer == comm.rank) continue;
     peer::fence();
     peer::signal(&device_control(comm, peer).cta_signals[cta][comm.rank].done, run.epoch);
-    ok = peer::wait_at_least(run, &device_control(comm, comm.rank).cta_signals[cta][peer].done, run.epoch, peer);
+    ok = peer::wait_at_least(run, &device_control(comm, comm.rank).cta_signals[cta][peer].done, run.epoch, peer) && ok;
   }
   return __syncthreads_and(ok) != 0;
 }
@@ -94,7 +96,7 @@ __device__ inline bool leave_collective(const Run& run, bool ok) {
 }
 
 inline void require_node(const Comm& comm) {
-  require(comm.num_ranks >= 2 && comm.num_ranks <= kMaxRanks, "num_ranks", "2 to 16", comm.num_ranks);
+  require(comm.num_ranks >= 2 && comm.num_ranks <= kMaxRanks, "num_ranks", "2 to 72", comm.num_ranks);
   require(comm.rank >= 0 && comm.rank < comm.num_ranks, "rank", "a rank of the node", comm.rank);
 }
 

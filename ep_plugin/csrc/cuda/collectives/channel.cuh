@@ -1,7 +1,7 @@
 // A channel of a reduce-scatter: the CTAs of one index on all ranks, their cells, and the counts of chunks in them.
 //
-// Roles. The warps of a CTA share counters in shared memory. The send-signal warp signals to each rank how many chunks
-// have arrived in its cells, and reads how many cells are free there. The receive-signal warp reads how many chunks
+// Roles. The warps of a CTA share counters in shared memory. The send-signal warps signal to each rank how many chunks
+// have arrived in its cells, and read how many cells are free there. The receive-signal warp reads how many chunks
 // have arrived here, and signals to all ranks how many of them have been read. reduce_scatter.cu has the other warps.
 // Buffers. cells[owner] is [channel][source][cell]; a cell is one chunk. Chunks are counted over all operations of the
 // communicator. A chunk's cell is its number modulo the number of cells.
@@ -17,15 +17,19 @@ namespace ep::cuda {
 
 constexpr int kSumWarps = 14;
 constexpr int kSendWarps = 4;
-constexpr int kSendSignalWarp = kSumWarps + kSendWarps, kRecvSignalWarp = kSendSignalWarp + 1;  // a warp each
-constexpr int kThreads = (kRecvSignalWarp + 1) * kWarp;
+constexpr int kRecvSignalWarp = kSumWarps + kSendWarps, kSendSignalWarp = kRecvSignalWarp + 1;  // and those after it
+// The send-signal warps have a lane for each rank.
+EP_HD constexpr int threads_for(int ranks) {
+  return kSendSignalWarp * kWarp + static_cast<int>(align_up(ranks, kWarp));
+}
+constexpr int kMaxThreads = threads_for(kMaxRanks);
 
 // Counters that the warps of a CTA share, in chunks of this operation. They only grow. In shared memory.
 struct Counters {
   int32_t arrived;                      // chunks that have arrived from all ranks
   int32_t rows_read[kMaxChannelCells];  // by cell: rows of its chunks that have been read, over the whole operation
   int32_t room[kMaxRanks];              // by rank: chunks for which its cells have room, over the whole operation
-  int32_t sent[kMaxRanks][kMaxChannelCells];  // by rank and cell: 1 + the last chunk that was sent there
+  int32_t sent[kMaxSourceCells];        // by rank and cell: 1 + the last chunk that was sent there
 
   // All threads, before the CTA's next barrier.
   __device__ void clear() {
@@ -57,7 +61,8 @@ class Channel {
   __device__ char* cell(int owner, int source, int chunk) const {
     const int other = source < owner ? source : source - 1;
     const int64_t cell = (index_ * (args_.comm.num_ranks - 1) + other) * cells_ + cell_index(chunk);
-    return at<char>(args_.cells[owner], cell * kChannelCellBytes);
+    const Address cells = owner == args_.comm.rank ? args_.own_cells : address_in(args_.cells, owner);
+    return at<char>(cells, cell * kChannelCellBytes);
   }
 
   // --- Summing warps
@@ -97,14 +102,12 @@ class Channel {
     return min(args_.bytes - row_of_chunk(chunk) * kSumRowBytes, kSumRowBytes << chunk_shift_);
   }
   // One thread, when its stores of the chunk are complete.
-  __device__ void count_sent(int chunk, int to) const {
-    ptx::red_max_release_cta(&counters_.sent[to][cell_index(chunk)], chunk + 1);
-  }
+  __device__ void count_sent(int chunk, int to) const { ptx::red_max_release_cta(sent_word(chunk, to), chunk + 1); }
 
-  // --- The send-signal warp: one lane per rank
+  // --- The send-signal warps: one lane per rank
   __device__ void signal_arrived() const {
     const Comm& comm = args_.comm;
-    const int to = lane_id(), all = chunks();
+    const int to = static_cast<int>(threadIdx.x) - kSendSignalWarp * kWarp, all = chunks();
     const bool is_peer = to < comm.num_ranks && to != comm.rank;
     const uint64_t* consumed = &control_.consumed[index_][is_peer ? to : 0];
     int signalled = is_peer ? 0 : all, room = is_peer ? 0 : all;
@@ -117,7 +120,7 @@ class Channel {
         ptx::fence_proxy_async();  // bulk stores overwrite what that rank has read
         ptx::red_max_release_cta(&counters_.room[to], room);
       }
-      while (sent < all && ptx::ld_acquire_cta(&counters_.sent[to][cell_index(sent)]) > sent) ++sent;
+      while (sent < all && ptx::ld_acquire_cta(sent_word(sent, to)) > sent) ++sent;
       const int unsignalled = __reduce_add_sync(kAllLanes, sent - signalled);  // signalled before they fill the cells
       if (unsignalled >= kSendWarps || __any_sync(kAllLanes, signalled < sent && sent == all)) {
         peer::fence();
@@ -135,22 +138,22 @@ class Channel {
     }
   }
 
-  // --- The receive-signal warp: one lane per rank
+  // --- The receive-signal warp: its lanes share the ranks
   __device__ void signal_consumed() const {
     const Comm& comm = args_.comm;
-    const int from = lane_id(), all = chunks();
-    const bool is_peer = from < comm.num_ranks && from != comm.rank;
-    const ArrivedChunks* word = &control_.arrived[index_][is_peer ? from : 0];
+    const int all = chunks();
     int arrived = 0, read = 0, signalled = 0;
     Deadline deadline;
     while (signalled < all) {
       bool go_on = true;
-      int here = all;
-      if (is_peer && arrived < all) {
+      int here = all, last = -1;  // chunks that have come from all ranks of this lane, and the rank that is behind
+      for (int from = lane_id(); arrived < all && from < comm.num_ranks; from += kWarp) {
+        if (from == comm.rank) continue;
         uint64_t count, properties;
-        peer::acquire(word, &count, &properties);
-        here = static_cast<int>(count - before_);
-        go_on = here <= 0 || check(properties, here >= all, from);
+        peer::acquire(&control_.arrived[index_][from], &count, &properties);
+        const int of_rank = static_cast<int>(count - before_);
+        go_on = go_on && (of_rank <= 0 || check(properties, of_rank >= all, from));
+        if (of_rank < here) here = of_rank, last = from;
       }
       const int arrived_before = arrived, read_before = read;
       arrived = max(arrived, min(all, static_cast<int>(__reduce_min_sync(kAllLanes, here))));
@@ -161,20 +164,22 @@ class Channel {
       if (read - signalled >= cells_ / 4 || read == all) {
         __syncwarp();
         peer::fence();
-        if (is_peer) peer::store(&device_control(comm, from).consumed[index_][comm.rank], before_ + read);
+        for (int from = lane_id(); from < comm.num_ranks; from += kWarp)
+          if (from != comm.rank) peer::store(&device_control(comm, from).consumed[index_][comm.rank], before_ + read);
         signalled = read;
       }
       if (arrived > arrived_before || read > read_before) {
         deadline = Deadline{};
         continue;
       }
-      if (is_peer && here <= arrived)
-        go_on = check_size(run_, from, args_.bytes) && deadline.keep_waiting(run_, from, 0, arrived + 1, here);
+      if (last >= 0 && here <= arrived)
+        go_on = check_size(run_, last, args_.bytes) && deadline.keep_waiting(run_, last, 0, arrived + 1, here);
       if (!__all_sync(kAllLanes, go_on && !faulted(comm))) return;
     }
   }
 
  private:
+  __device__ int32_t* sent_word(int chunk, int to) const { return &counters_.sent[to * cells_ + cell_index(chunk)]; }
   __device__ int cell_index(int chunk) const { return static_cast<int>(before_ + chunk) & (cells_ - 1); }
   __device__ int chunk_of(int row) const { return row >> chunk_shift_; }
   __device__ int row_in_chunk(int row) const { return row & ((1 << chunk_shift_) - 1); }

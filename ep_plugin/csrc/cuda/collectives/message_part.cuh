@@ -16,9 +16,13 @@
 
 namespace ep::cuda {
 
-__device__ inline DeviceLane& lane_at(const DeviceMessageArgs& args, int owner, int other) {
-  DeviceLane* lanes = &peer::control<DeviceLane>(args.comm, owner);
-  return lanes[args.message.channel * args.comm.num_ranks + other];
+// The lane of this rank for the peer of a message, and the peer's lane for this rank.
+__device__ inline DeviceLane& own_lane(const DeviceMessageArgs& args) {
+  return at<DeviceLane>(args.comm.own_control)[args.message.channel * args.comm.num_ranks + args.message.peer];
+}
+__device__ inline DeviceLane& lane_of_peer(const DeviceMessageArgs& args) {
+  const Address memory = address_in(args.comm.control, args.message.peer);
+  return at<DeviceLane>(memory)[args.message.channel * args.comm.num_ranks + args.comm.rank];
 }
 
 // This CTA's chunks of the message, numbered from 0.

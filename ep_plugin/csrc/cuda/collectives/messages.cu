@@ -26,11 +26,11 @@ __global__ void __launch_bounds__(kThreads<Copy>)
   __shared__ Counters counters;
   counters.clear();
   const Message& message = args.message;
+  DeviceLane& lane = lane_of_peer(args);  // loads while the CTA joins
   const Run run = begin(args.comm, kSend);
   if (!run.ok) return;
   const int index = static_cast<int>(blockIdx.x);
-  PartWords& words = lane_at(args, args.comm.rank, message.peer).words[index];
-  DeviceLane& lane = lane_at(args, message.peer, args.comm.rank);
+  PartWords& words = own_lane(args).words[index];
   const Part part(message);
   const int chunks = part.chunks();
   const uint64_t before = words.written;
@@ -65,12 +65,13 @@ __global__ void __launch_bounds__(kThreads<Copy>)
   const Part part(message);
   if (!run.ok) return poison(message, part, 0);
   const int index = static_cast<int>(blockIdx.x);
-  DeviceLane& lane = lane_at(args, args.comm.rank, message.peer);
+  DeviceLane& lane = own_lane(args);
   PartWords& words = lane.words[index];
   const int chunks = part.chunks();
   const uint64_t before = words.read;
   if (is_guide<Copy>()) {
     bool checked = false;
+    uint64_t* consumed = &lane_of_peer(args).words[index].consumed;
     const auto allowed = [&](uint64_t* sent) {
       *sent = peer::acquire(&words.sent);
       const int arrived = at_most(*sent - before, chunks);
@@ -78,9 +79,7 @@ __global__ void __launch_bounds__(kThreads<Copy>)
       checked = arrived > 0;
       return arrived;
     };
-    const auto signal = [&](int read) {
-      peer::store(&lane_at(args, message.peer, args.comm.rank).words[index].consumed, before + read);
-    };
+    const auto signal = [&](int read) { peer::store(consumed, before + read); };
     const auto next = [&](int read) { return before + read + 1; };
     guide(run, counters, Copy::kWarps, chunks, message.peer, allowed, signal, next);
   } else if (copies<Copy>()) {

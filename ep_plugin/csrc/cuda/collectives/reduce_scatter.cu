@@ -4,11 +4,10 @@
 // its own cells and chunks (channel.cuh). No peer touches a rank's input or output, so these may be any memory, and a
 // rank may send before its peers have come to the operation.
 //
-// Roles. In each CTA, 14 warps sum and 4 send. Two more exchange signals with the peers (channel.cuh), so that all
-// others poll shared memory only. Sending warps go over the chunks, and for each chunk over the peers, as cells become
-// free. Summing warps take rows of the chunks that have arrived from all ranks.
-// Buffers. As in channel.cuh. On the bulk path, each sending warp has a ring of two stages in shared memory.
-// Memory order. As in channel.cuh.
+// Roles. In each CTA, 14 warps sum and 4 send. The others exchange signals with the peers (channel.cuh), so that
+// these warps poll shared memory only. Sending warps go over the chunks, and for each chunk over the peers, as cells
+// become free. Summing warps take rows of the chunks that have arrived from all ranks. Buffers. As in channel.cuh. On
+// the bulk path, each sending warp has a ring of two stages in shared memory. Memory order. As in channel.cuh.
 // Progress. A send waits for the sums of the chunks that used its cell before. A sum waits for the sends of its chunk.
 // So the first chunk that is not summed everywhere never waits for a later one. A warp counts all chunks that it has
 // sent before it waits for a cell.
@@ -172,8 +171,8 @@ class ChunkSender {
 
 // kBulk: chunks are sent by bulk copies.
 template <class Element, class Access, bool kBulk>
-__global__ void __launch_bounds__(kThreads, 1) ep_reduce_scatter(const __grid_constant__ ReduceScatterArgs args,
-                                                                 const __grid_constant__ Cut cut, int chunk_shift) {
+__global__ void __launch_bounds__(kMaxThreads, 1) ep_reduce_scatter(const __grid_constant__ ReduceScatterArgs args,
+                                                                    const __grid_constant__ Cut cut, int chunk_shift) {
   __shared__ Counters counters;
   counters.clear();
   const Run run = enter_collective(args.comm, kReduceScatter);
@@ -183,7 +182,7 @@ __global__ void __launch_bounds__(kThreads, 1) ep_reduce_scatter(const __grid_co
     signal_size(run, args.bytes);
     if (warp_id() < kSumWarps)
       sum_rows<Element, Access>(args, channel);
-    else if (warp_id() == kSendSignalWarp)
+    else if (warp_id() >= kSendSignalWarp)
       channel.signal_arrived();
     else if (warp_id() == kRecvSignalWarp)
       channel.signal_consumed();
@@ -211,12 +210,13 @@ template <class Element, class Access>
 void launch_sum(const ReduceScatterArgs& args) {
   Cut cut = cut_row(kChannelCellBytes, kChannelCellBytes, kSendWarps, 2, 0);
   cut.first_warp = kSumWarps;
+  const int threads = threads_for(args.comm.num_ranks);
   const KernelLimits limits = limits_of<ep_reduce_scatter<Element, Access, true>>();
   if (limits.bulk && cut.shared_bytes() <= limits.shared_bytes)
     launch_cooperatively<ep_reduce_scatter<Element, Access, true>>(
-        "reduce-scatter", args.num_ctas, kThreads, cut.shared_bytes(), args.stream, args, cut, chunk_shift_of(args));
+        "reduce-scatter", args.num_ctas, threads, cut.shared_bytes(), args.stream, args, cut, chunk_shift_of(args));
   else
-    launch_cooperatively<ep_reduce_scatter<Element, Access, false>>("reduce-scatter", args.num_ctas, kThreads, 0,
+    launch_cooperatively<ep_reduce_scatter<Element, Access, false>>("reduce-scatter", args.num_ctas, threads, 0,
                                                                     args.stream, args, cut, chunk_shift_of(args));
 }
 

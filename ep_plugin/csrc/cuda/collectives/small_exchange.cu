@@ -111,24 +111,27 @@ struct Words {
   const Run& run;
   const int count;
   const int peer;
+  const Address of_peer;  // the peer's words
   const int first;
   const int step;
   const uint64_t number;  // of the operation, among small ones
   const uint32_t flag;
 
-  __device__ Words(const SmallExchangeArgs& args, const Run& run, uint64_t number)
+  __device__ Words(const SmallExchangeArgs& args, const Run& run, uint64_t number, int peer, Address of_peer)
       : args(args),
         run(run),
         count(static_cast<int>(words_of(args.bytes))),
-        peer((args.comm.rank + 1 + static_cast<int>(blockIdx.x) % (args.comm.num_ranks - 1)) % args.comm.num_ranks),
+        peer(peer),
+        of_peer(of_peer),
         first(static_cast<int>(blockIdx.x) / (args.comm.num_ranks - 1) * kThreads + static_cast<int>(threadIdx.x)),
         step(static_cast<int>(gridDim.x) / (args.comm.num_ranks - 1) * kThreads),
         number(number),
         flag(small_flag(number, args.bytes, args.element)) {}
 
-  __device__ FlaggedWord* at_rank(int owner, int source) const {
+  // The words of `source`, among the words of one rank.
+  __device__ FlaggedWord* from(int source, Address words) const {
     const int R = args.comm.num_ranks;
-    return at<FlaggedWord>(args.words[owner]) + (static_cast<int64_t>(number % 2) * R + source) * small_capacity(R);
+    return at<FlaggedWord>(words) + (static_cast<int64_t>(number % 2) * R + source) * small_capacity(R);
   }
 
   // Whether `seen` is this operation's flag. An older operation's flag is ignored. Another flag of this number means
@@ -151,8 +154,7 @@ struct Words {
 #pragma unroll
       for (int v = 0; v < kItems; ++v) {
         seen[v] = flag;
-        if (items[v].source >= 0)
-          seen[v] = load_word(at_rank(args.comm.rank, items[v].source) + items[v].word, &units[v]);
+        if (items[v].source >= 0) seen[v] = load_word(from(items[v].source, args.own_words) + items[v].word, &units[v]);
       }
       bool there = true, ok = true;
       int missing = 0;
@@ -173,8 +175,8 @@ struct Words {
 
 __device__ void send_words(const Words& words) {
   const SmallExchangeArgs& args = words.args;
-  const Address shard = args.inputs[words.peer];
-  FlaggedWord* to = words.at_rank(words.peer, args.comm.rank);
+  const Address shard = args.element < 0 ? args.own : args.shards[words.peer];
+  FlaggedWord* to = words.from(args.comm.rank, words.of_peer);
   for (int first = words.first; first < words.count; first += kInFlight * words.step) {
     Units units[kInFlight];
 #pragma unroll
@@ -193,12 +195,12 @@ __device__ void expire_words(const Words& words) {
   if (static_cast<int>(blockIdx.x) >= R - 1 || static_cast<int>(threadIdx.x) >= at_once) return;
   const int word = static_cast<int>(words.number / 2 % kExpiries) * at_once + static_cast<int>(threadIdx.x);
   if (word >= words.count && word < small_capacity(R))
-    store_word(words.at_rank(words.args.comm.rank, words.peer) + word, Units{}, words.flag ^ (1u << kNumberShift));
+    store_word(words.from(words.peer, words.args.own_words) + word, Units{}, words.flag ^ (1u << kNumberShift));
 }
 
 __device__ bool gather_words(const Words& words) {
   const SmallExchangeArgs& args = words.args;
-  const Address shard = args.outputs[words.peer];
+  const Address shard = args.shards[words.peer];
   Deadline deadline;
   for (int first = words.first; first < words.count; first += kInFlight * words.step) {
     Item items[kInFlight];
@@ -235,7 +237,7 @@ __device__ bool sum_words(const Words& words) {
   const int begin = static_cast<int>(blockIdx.x * kThreads + threadIdx.x);
   for (int word = begin; word < words.count; word += static_cast<int>(gridDim.x * kThreads)) {
     float sums[Element::kPerVector] = {};
-    const Units mine = load_units(args.inputs[rank], word, args.bytes);
+    const Units mine = load_units(args.shards[rank], word, args.bytes);
     for (int first = 0; first < R; first += kTerms) {
       Item items[kTerms];
       Units units[kTerms];
@@ -251,26 +253,30 @@ __device__ bool sum_words(const Words& words) {
     }
     if (scale != 1.0f)
       for (float& sum : sums) sum *= scale;
-    store_units(args.outputs[rank], word, args.bytes, units_of(Element::narrow(sums)));
+    store_units(args.own, word, args.bytes, units_of(Element::narrow(sums)));
   }
   return true;
 }
 
 // Every CTA that fails calls it, because others may succeed.
 __device__ void poison(const SmallExchangeArgs& args) {
+  if (args.element >= 0) return fill_bytes(args.own, args.bytes, 0xFF, threadIdx.x, blockDim.x);
   for (int r = 0; r < args.comm.num_ranks; ++r)
-    if ((r == args.comm.rank) == (args.element >= 0))
-      fill_bytes(args.outputs[r], args.bytes, 0xFF, threadIdx.x, blockDim.x);
+    if (r != args.comm.rank) fill_bytes(args.shards[r], args.bytes, 0xFF, threadIdx.x, blockDim.x);
 }
 
 template <class Sum>
 __global__ void __launch_bounds__(kThreads, 1) ep_small_exchange(const __grid_constant__ SmallExchangeArgs args) {
   constexpr bool kGathers = std::is_same<Sum, NoSum>::value;
-  const uint64_t number = device_control(args.comm, args.comm.rank).small_operations + 1;  // loads while the CTA joins
+  // Both load while the CTA joins.
+  const uint64_t number = device_control(args.comm, args.comm.rank).small_operations + 1;
+  const int ranks = args.comm.num_ranks,
+            peer = (args.comm.rank + 1 + static_cast<int>(blockIdx.x) % (ranks - 1)) % ranks;
+  const Address of_peer = address_in(args.words, peer);
   const Run run = enter_collective(args.comm, kGathers ? kAllGather : kReduceScatter);
   bool ok = run.ok;
   if (ok) {
-    const Words words(args, run, number);
+    const Words words(args, run, number, peer, of_peer);
     send_words(words);
     signal_size(run, args.bytes);
     expire_words(words);

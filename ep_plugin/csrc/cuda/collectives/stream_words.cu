@@ -34,8 +34,8 @@ BatchMemOp batch_mem_op() {
 }  // namespace
 
 void StreamOperations::write(uint64_t address, uint64_t value) {
-  require(count_ < kMaxOperations, "stream memory operations", "at most 64 at a time", count_);
-  CUstreamBatchMemOpParams& one = list_[count_++];
+  require(count_ < kMaxOperations, "stream memory operations", "at most 144 at a time", count_);
+  CUstreamBatchMemOpParams& one = list_[count_++] = {};
   one.writeValue.operation = CU_STREAM_MEM_OP_WRITE_VALUE_64;
   one.writeValue.address = address;
   one.writeValue.value64 = value;
@@ -43,8 +43,8 @@ void StreamOperations::write(uint64_t address, uint64_t value) {
 }
 
 void StreamOperations::wait(uint64_t address, uint64_t value) {
-  require(count_ < kMaxOperations, "stream memory operations", "at most 64 at a time", count_);
-  CUstreamBatchMemOpParams& one = list_[count_++];
+  require(count_ < kMaxOperations, "stream memory operations", "at most 144 at a time", count_);
+  CUstreamBatchMemOpParams& one = list_[count_++] = {};
   one.waitValue.operation = CU_STREAM_MEM_OP_WAIT_VALUE_64;
   one.waitValue.address = address;
   one.waitValue.value64 = value;

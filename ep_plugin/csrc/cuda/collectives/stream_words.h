@@ -6,6 +6,8 @@
 
 #include <cstdint>
 
+#include "common/layout.h"
+
 namespace ep::cuda {
 
 // A list of operations, enqueued together and executed in order. A write comes after all earlier work of the stream,
@@ -17,8 +19,9 @@ class StreamOperations {
   void enqueue(cudaStream_t stream);  // throws std::runtime_error if the driver lacks them or refuses
 
  private:
-  static constexpr unsigned kMaxOperations = 64;
-  CUstreamBatchMemOpParams list_[kMaxOperations] = {};
+  static constexpr unsigned kMaxOperations = 2 * kMaxRanks;  // a handshake
+  static_assert(kMaxOperations <= 256, "the most that the driver takes");
+  CUstreamBatchMemOpParams list_[kMaxOperations];
   unsigned count_ = 0;
 };
 

@@ -24,7 +24,7 @@ inline void throw_on_error(cudaError_t error, const char* what) {
 }
 
 inline void require_comm(const Comm& comm) {
-  require(comm.num_ranks >= 1 && comm.num_ranks <= kMaxRanks, "num_ranks", "1 to 16", comm.num_ranks);
+  require(comm.num_ranks >= 1 && comm.num_ranks <= kMaxRanks, "num_ranks", "1 to 72", comm.num_ranks);
   require(comm.rank >= 0 && comm.rank < comm.num_ranks, "rank", "a rank of the group", comm.rank);
   require(comm.num_experts >= comm.num_ranks && comm.num_experts % comm.num_ranks == 0, "num_experts",
           "a multiple of num_ranks", comm.num_experts);

@@ -27,9 +27,14 @@ namespace ep::cuda::peer {
 // `Control`: the type of the block's contents.
 template <class Control>
 __device__ __forceinline__ Control& control(const Comm& comm, int rank) {
-  return *at<Control>(comm.control[rank]);
+  return *at<Control>(control_at(comm, rank));
 }
-__device__ __forceinline__ Address pool(const Comm& comm, Pool pool, int rank) { return comm.pool[pool][rank]; }
+// All threads of a CTA: begins to load a table of addresses that is needed soon.
+__device__ __forceinline__ void prefetch(Address table, int num_ranks) {
+  for (int rank = static_cast<int>(threadIdx.x); rank < num_ranks; rank += static_cast<int>(blockDim.x))
+    ptx::prefetch(at<const Address>(table) + rank);
+}
+__device__ __forceinline__ Address pool(const Comm& comm, Pool pool, int rank) { return pool_at(comm, pool, rank); }
 
 // --- store ---------------------------------------------------------------------------------------------------------
 

@@ -156,6 +156,9 @@ __device__ __forceinline__ int32_t ld_acquire_cta(int32_t* shared_word) {
   return value;
 }
 
+// Begins to load a line of device memory that no kernel writes.
+__device__ __forceinline__ void prefetch(const void* from) { asm volatile("prefetch.global.L1 [%0];" ::"l"(from)); }
+
 // A barrier of some warps of a CTA. All lanes of these warps call it. Returns whether `vote` is true for all of them.
 // __syncthreads uses barrier 0.
 __device__ __forceinline__ bool barrier_and(uint32_t barrier, uint32_t threads, bool vote) {

@@ -157,7 +157,7 @@ __global__ void ep_hold(const __grid_constant__ HoldArgs args) {
 
 void require_wire(const WireArgs& args) {
   require(args.kind >= kWireStore && args.kind <= kWireEngine, "kind", "0 to 4", args.kind);
-  require(args.num_pairs >= 1 && args.num_pairs <= kMaxRanks, "num_pairs", "1 to 16", args.num_pairs);
+  require(args.num_pairs >= 1 && args.num_pairs <= kMaxPairs, "num_pairs", "1 to 16", args.num_pairs);
   require(args.bytes > 0 && args.bytes % 16 == 0, "bytes", "a multiple of 16", args.bytes);
   for (int pair = 0; pair < args.num_pairs; ++pair) {
     require_rows("from", args.from[pair]);

@@ -16,7 +16,9 @@ class ArrivedRows {
   // parts of a row, which next() finds one by one. `skips_own`: leave out this rank's rows for itself.
   __device__ ArrivedRows(const Run& run, const Meta& meta, int32_t region, const Team& team, int parts, bool skips_own)
       : run_(run), meta_(meta), region_(region), team_(team), parts_(parts), skips_own_(skips_own) {
-    int chunks = lane_id() < run.comm.num_ranks ? num_chunks(meta.src_tokens[lane_id()]) : 0;
+    int chunks = 0;
+    for (int source = lane_id(); source < run.comm.num_ranks; source += kWarp)
+      chunks = max(chunks, num_chunks(meta.src_tokens[source]));
     items_ = __reduce_max_sync(kAllLanes, chunks) * run.comm.num_ranks;
   }
 

@@ -23,21 +23,21 @@ template <class Element, bool kBulk>
 __global__ void __launch_bounds__(kReduceWarps* kWarp, 1)
     ep_combine(const __grid_constant__ CombineSendArgs send, const __grid_constant__ CombineRecvArgs recv,
                const __grid_constant__ Cut cut) {
-  __shared__ SendOrder order;
   __shared__ Progress progress;
   __shared__ int32_t bases[kMaxRanks];
   const Comm& comm = send.comm;
   const Meta meta = meta_of(comm, send.routing);
+  const SendOrder order(comm);
   const Run sending = enter(comm, kCombineSend), receiving = enter(comm, kCombineRecv);
   bool ok = sending.ok && receiving.ok;
   progress.clear();
   if (ok) {
-    const bool may_write = destination_has_read(sending, kCombinePool), fits = partials_fit(sending, send, meta);
-    order.make(comm, meta);
+    const bool may_write = destinations_have_read(sending, kCombinePool), fits = partials_fit(sending, send, meta);
+    order.make(meta, partial_layout_of(send.header).bytes);
     ok = partials_fit(receiving, recv, bases) && may_send(may_write && fits);
   }
   if (ok) {
-    if (blockIdx.x == 0 && threadIdx.x == 0 && order.chunks == 0) hold_at_gate(sending);
+    if (blockIdx.x == 0 && threadIdx.x == 0 && order.chunks() == 0) hold_at_gate(sending);
     __syncwarp();
     if (warp_id() == kReducers) {
       signal_started(sending, kCombinePool);
@@ -68,15 +68,18 @@ void launch_both(const CombineSendArgs& send, const CombineRecvArgs& recv) {
   const KernelLimits limits = limits_of<ep_combine<Element, true>>();
   const bool bulk = limits.bulk && send.comm.plain == 0;
   const int terms = std::max(send.routing.topk, recv.comm.num_ranks);
-  const Cut cut =
-      cut_for_sums(send.header.row_bytes, send.routing.num_tokens, kReducers, 2 * terms, limits.shared_bytes, bulk);
+  const int64_t order_bytes = SendOrder::shared_bytes(send.comm.num_ranks);
+  Cut cut = cut_for_sums(send.header.row_bytes, send.routing.num_tokens, kReducers, 2 * terms,
+                         limits.shared_bytes - order_bytes, bulk);
+  cut.shared_begin = order_bytes;
   const int threads = kReduceWarps * kWarp;
+  const int64_t shared_bytes = order_bytes + cut.shared_bytes();
   if (bulk)
-    launch_cooperatively<ep_combine<Element, true>>("combine", send.num_sms, threads, cut.shared_bytes(), send.stream,
-                                                    send, recv, cut);
-  else
-    launch_cooperatively<ep_combine<Element, false>>("combine", send.num_sms, threads, cut.shared_bytes(), send.stream,
-                                                     send, recv, cut);
+    launch_cooperatively<ep_combine<Element, true>>("combine", send.num_sms, threads, shared_bytes, send.stream, send,
+                                                    recv, cut);
+  else if (limits_of<ep_combine<Element, false>>().shared_bytes >= shared_bytes)  // this also allows so much
+    launch_cooperatively<ep_combine<Element, false>>("combine", send.num_sms, threads, shared_bytes, send.stream, send,
+                                                     recv, cut);
 }
 
 }  // namespace

@@ -18,7 +18,7 @@ __global__ void __launch_bounds__(kReduceWarps* kWarp, 1)
   __shared__ int32_t bases[kMaxRanks];
   const Run run = enter(args.comm, kCombineRecv);
   if (run.ok && partials_fit(run, args, bases) &&
-      __syncthreads_and(open_source_of_lane(run, kCombinePool, args.header, nullptr))) {
+      __syncthreads_and(open_sources(run, kCombinePool, args.header, nullptr))) {
     CombineRecvJob job(run, args, cut, bases,
                        NextRow(run, kCombineRecvRows, parts_to_receive(args, cut), 0, cut.warps));
     ReduceRing<kBulk> ring(cut);

@@ -47,10 +47,14 @@ class CombineRecvJob {
 
   // One term for each rank to which the token went, in rank order.
   __device__ int list_terms(const Row& row, Term* terms) const {
-    const int32_t slot = slot_of_lane(row);
-    const unsigned mask = __ballot_sync(kAllLanes, slot >= 0);
-    if (slot >= 0) terms[__popc(mask & ((1u << lane_id()) - 1u))] = Term{slot, 1.0f};
-    return __popc(mask);
+    int count = 0;
+    for (int base = 0; base < run_.comm.num_ranks; base += kWarp) {
+      const int32_t slot = slot_of(row, base + lane_id());
+      const unsigned mask = __ballot_sync(kAllLanes, slot >= 0);
+      if (slot >= 0) terms[count + __popc(mask & ((1u << lane_id()) - 1u))] = Term{slot, 1.0f};
+      count += __popc(mask);
+    }
+    return count;
   }
 
   __device__ const char* source(int32_t slot) const {
@@ -71,13 +75,14 @@ class CombineRecvJob {
     if (args_.extra == 0 || row.piece != 0) return;
     const int K = args_.routing.topk;
     const int64_t offset = partial_layout_of(args_.header).extra;
-    const int32_t slot = slot_of_lane(row);
-    const unsigned from = __ballot_sync(kAllLanes, slot >= 0);
     for (int k = lane_id(); k - lane_id() < K; k += kWarp) {
       float sum = 0.0f;
-      for (unsigned left = from; left != 0; left &= left - 1) {
-        const char* partial = source(__shfl_sync(kAllLanes, slot, __ffs(left) - 1));
-        if (k < K) sum += ptx::ld_coherent(reinterpret_cast<const float*>(partial + offset) + k);
+      for (int base = 0; base < run_.comm.num_ranks; base += kWarp) {
+        const int32_t slot = slot_of(row, base + lane_id());
+        for (unsigned left = __ballot_sync(kAllLanes, slot >= 0); left != 0; left &= left - 1) {
+          const char* partial = source(__shfl_sync(kAllLanes, slot, __ffs(left) - 1));
+          if (k < K) sum += ptx::ld_coherent(reinterpret_cast<const float*>(partial + offset) + k);
+        }
       }
       if (k < K) at<float>(args_.extra)[static_cast<int64_t>(row.token) * K + k] = sum;
     }
@@ -86,10 +91,9 @@ class CombineRecvJob {
  private:
   static constexpr int32_t kNotRequested = -1;
 
-  // The slot of the token's partial row from the rank of this lane, or -1. If it lies outside the pool: -1, and the
-  // fault is recorded.
-  __device__ int32_t slot_of_lane(const Row& row) const {
-    const int rank = lane_id(), R = run_.comm.num_ranks;
+  // The slot of the token's partial row from a rank, or -1. If it lies outside the pool: -1, and the fault is recorded.
+  __device__ int32_t slot_of(const Row& row, int rank) const {
+    const int R = run_.comm.num_ranks;
     const int32_t position =
         rank < R ? at<const int32_t>(args_.routing.send_pos)[static_cast<int64_t>(row.token) * R + rank] : -1;
     if (position < 0) return -1;
@@ -99,9 +103,17 @@ class CombineRecvJob {
     return -1;
   }
 
-  // Each lane polls one rank. Returns whether the chunk has arrived from all ranks; kEnd after a fault.
+  // Returns whether the chunk has arrived from all ranks; kEnd after a fault.
   __device__ Next chunk_ready(int chunk, bool may_block) const {
-    const int rank = lane_id();
+    for (int base = 0; base < run_.comm.num_ranks; base += kWarp)
+      if (const Next found = has_come_from(base + lane_id(), chunk, may_block); found != kRow) return found;
+    __syncwarp();
+    ptx::fence_proxy_async();
+    return kRow;
+  }
+
+  // Each lane polls one rank. Returns whether the chunk has arrived from all of them.
+  __device__ Next has_come_from(int rank, int chunk, bool may_block) const {
     const bool waits = rank < run_.comm.num_ranks;
     const Arrival* word = arrival(run_.comm, run_.comm.rank, kCombinePool, waits ? rank : 0, chunk);
     bool here = !waits, go_on = true;
@@ -114,13 +126,10 @@ class CombineRecvJob {
         if (here) go_on = check(begin, end, rank, chunk);
       }
       if (__any_sync(kAllLanes, !go_on)) return kEnd;
-      if (__all_sync(kAllLanes, here)) break;
+      if (__all_sync(kAllLanes, here)) return kRow;
       if (!may_block) return kNotYet;
       if (!here) go_on = deadline.keep_waiting(run_, rank, chunk, run_.epoch, seen);
     }
-    __syncwarp();
-    ptx::fence_proxy_async();
-    return kRow;
   }
 
   // Whether the chunk has as many rows as this rank sent to `rank` in it.
@@ -150,9 +159,8 @@ __device__ __forceinline__ int64_t parts_to_receive(const CombineRecvArgs& args,
 __device__ inline bool partials_fit(const Run& run, const CombineRecvArgs& args, int32_t* bases) {
   const Comm& comm = args.comm;
   const Meta meta = meta_of(comm, args.routing);
-  const int rank = static_cast<int>(threadIdx.x);
   bool ok = check_handle(run, sent_items(comm), [&](int item) { return sent_is_sound(args.routing, meta, item); });
-  if (rank < comm.num_ranks) {
+  for (int rank = static_cast<int>(threadIdx.x); rank < comm.num_ranks; rank += static_cast<int>(blockDim.x)) {
     bases[rank] = meta.send_base[rank];
     const int64_t rows = static_cast<int64_t>(bases[rank]) + meta.rank_count[rank];
     const int64_t end = rows * partial_layout_of(args.header).bytes;
@@ -171,7 +179,7 @@ __device__ inline void finish_combine_recv(const Run& run, const CombineRecvArgs
     return;
   }
   if (threadIdx.x == 0) state_of(run.comm).next_row[kCombineRecvRows] = 0;
-  signal_consumed(run, kCombinePool, static_cast<int>(threadIdx.x));
+  signal_consumed(run, kCombinePool);
   advance(run);
 }
 

@@ -23,18 +23,18 @@ constexpr int kSendWarps = kReduceWarps - 1;
 template <class Element, bool kBulk>
 __global__ void __launch_bounds__(kReduceWarps* kWarp, 1)
     ep_combine_send(const __grid_constant__ CombineSendArgs args, const __grid_constant__ Cut cut) {
-  __shared__ SendOrder order;
   __shared__ Progress progress;
   Run run = enter(args.comm, kCombineSend);
   const Meta meta = meta_of(args.comm, args.routing);
+  const SendOrder order(args.comm);
   progress.clear();
   if (run.ok) {
-    const bool may_write = destination_has_read(run, kCombinePool), fits = partials_fit(run, args, meta);
-    order.make(args.comm, meta);
+    const bool may_write = destinations_have_read(run, kCombinePool), fits = partials_fit(run, args, meta);
+    order.make(meta, partial_layout_of(args.header).bytes);
     run.ok = may_send(may_write && fits);
   }
   if (run.ok) {
-    if (blockIdx.x == 0 && threadIdx.x == 0 && order.chunks == 0) hold_at_gate(run);
+    if (blockIdx.x == 0 && threadIdx.x == 0 && order.chunks() == 0) hold_at_gate(run);
     if (warp_id() == cut.warps) {
       signal_started(run, kCombinePool);
       open_destinations(run, kCombinePool, args.header);
@@ -52,15 +52,17 @@ template <class Element>
 void launch_combine_send(const CombineSendArgs& args) {
   const KernelLimits limits = limits_of<ep_combine_send<Element, true>>();
   const bool bulk = limits.bulk && args.comm.plain == 0;
-  const Cut cut = cut_for_sums(args.header.row_bytes, args.routing.num_tokens, kSendWarps, 2 * args.routing.topk,
-                               limits.shared_bytes, bulk);
+  const int64_t order_bytes = SendOrder::shared_bytes(args.comm.num_ranks);
+  Cut cut = cut_for_sums(args.header.row_bytes, args.routing.num_tokens, kSendWarps, 2 * args.routing.topk,
+                         limits.shared_bytes - order_bytes, bulk);
+  cut.shared_begin = order_bytes;
   const int threads = kReduceWarps * kWarp;
+  const int64_t shared_bytes = order_bytes + cut.shared_bytes();
   if (bulk)
-    launch<ep_combine_send<Element, true>>("combine_send", args.num_sms, threads, cut.shared_bytes(), args.stream, args,
-                                           cut);
+    launch<ep_combine_send<Element, true>>("combine_send", args.num_sms, threads, shared_bytes, args.stream, args, cut);
   else
-    launch<ep_combine_send<Element, false>>("combine_send", args.num_sms, threads, cut.shared_bytes(), args.stream,
-                                            args, cut);
+    launch<ep_combine_send<Element, false>>("combine_send", args.num_sms, threads, shared_bytes, args.stream, args,
+                                            cut);
 }
 
 }  // namespace

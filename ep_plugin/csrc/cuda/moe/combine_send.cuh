@@ -9,55 +9,78 @@
 namespace ep::cuda {
 
 // The order in which a combine sends its rows: chunk by chunk of the owners' tokens, and in each chunk all owners in
-// turn, starting with the next rank. Rows are numbered in this order. An item is one (chunk, owner). It is in shared
-// memory.
-struct SendOrder {
-  int32_t begin[kMaxChunks * kMaxRanks + 1];  // number of the item's first row
-  int32_t slot[kMaxChunks * kMaxRanks];       // slot of the item's first row
-  uint8_t owner[kMaxChunks * kMaxRanks];
-  int32_t slot_shift[kMaxRanks];  // add to a received slot to get the slot in that owner's combine pool
-  int chunks;
+// turn, starting with the next rank. Rows are numbered in this order. An item is one (chunk, owner).
+// Buffers. At the begin of dynamic shared memory: the number of chunks, then for each owner where its combine pool has
+// the partial row of this rank's received slot 0, as if that were there; then the items, and one more, which begins
+// after the last row.
+class SendOrder {
+ public:
+  struct Item {
+    int32_t begin;  // number of the item's first row
+    int32_t slot;   // slot of the item's first row
+    int32_t owner;
+  };
+
+  static EP_HD int64_t shared_bytes(int R) {
+    return align_up(8 + 8 * R + static_cast<int64_t>(sizeof(Item)) * (kMaxChunks * R + 1), kSlotAlign);
+  }
+
+  __device__ explicit SendOrder(const Comm& comm) : comm_(comm) {}
+
+  __device__ int chunks() const { return *reinterpret_cast<const int32_t*>(dynamic_shared); }
+  __device__ Address pool(int owner) const { return pools()[owner]; }
+  __device__ const Item& item(int number) const { return items()[number]; }
+  // The number of the first row of a chunk; of the chunk after the last one: the number of rows.
+  __device__ int32_t begin_of(int chunk) const { return items()[chunk * comm_.num_ranks].begin; }
+  __device__ int32_t rows() const { return begin_of(kMaxChunks); }
 
   // All threads. Joins the CTA.
-  __device__ void make(const Comm& comm, const Meta& meta) {
-    const int R = comm.num_ranks;
+  __device__ void make(const Meta& meta, int64_t partial_bytes) const {
+    const int R = comm_.num_ranks;
     for (int i = threadIdx.x; i < kMaxChunks * R; i += blockDim.x) {
-      const int chunk = i / R, owner = owner_of(comm, i % R);
+      const int chunk = i / R, owner = (comm_.rank + 1 + i % R) % R;
       const int32_t* ends = meta.recv_chunk_end + owner * kMaxChunks;
       // No load depends on another one, so all are in flight together.
       const int32_t offset = meta.recv_offset[owner], tokens = meta.src_tokens[owner];
       const int32_t before = chunk > 0 ? ends[chunk - 1] : 0, end = ends[chunk];
       const bool here = chunk < num_chunks(tokens);
-      slot[i] = offset + (here ? before : 0);
-      begin[i + 1] = here ? end - before : 0;
-      this->owner[i] = static_cast<uint8_t>(owner);
-      if (chunk == 0) slot_shift[owner] = meta.combine_base[owner] - offset;
+      items()[i].slot = offset + (here ? before : 0);
+      items()[i].owner = owner;
+      items()[i + 1].begin = here ? end - before : 0;
+      if (chunk == 0)
+        pools()[owner] = address_in(comm_.pool[kCombinePool], owner) +
+                         static_cast<uint64_t>((int64_t{meta.combine_base[owner]} - offset) * partial_bytes);
     }
     __syncthreads();
-    if (warp_id() == 0) sum_counts(comm, meta);
+    if (warp_id() == 0) sum_counts(meta);
     __syncthreads();
   }
 
-  static __device__ int owner_of(const Comm& comm, int turn) { return (comm.rank + 1 + turn) % comm.num_ranks; }
-
  private:
-  __device__ void sum_counts(const Comm& comm, const Meta& meta) {
+  __device__ Address* pools() const { return reinterpret_cast<Address*>(dynamic_shared + 8); }
+  __device__ Item* items() const { return reinterpret_cast<Item*>(dynamic_shared + 8 + 8 * comm_.num_ranks); }
+
+  __device__ void sum_counts(const Meta& meta) const {
     int32_t rows = 0;
-    const int items = kMaxChunks * comm.num_ranks;
-    for (int base = 0; base < items; base += kWarp) {
+    const int count = kMaxChunks * comm_.num_ranks;
+    for (int base = 0; base < count; base += kWarp) {
       const int item = base + lane_id();
-      int32_t through = item < items ? begin[item + 1] : 0;
+      int32_t through = item < count ? items()[item + 1].begin : 0;
       for (int step = 1; step < kWarp; step *= 2) {
         const int32_t below = __shfl_up_sync(kAllLanes, through, step);
         if (lane_id() >= step) through += below;
       }
-      if (item < items) begin[item + 1] = rows + through;
+      if (item < count) items()[item + 1].begin = rows + through;
       rows += __shfl_sync(kAllLanes, through, kWarp - 1);
     }
-    const int of_owner = lane_id() < comm.num_ranks ? num_chunks(meta.src_tokens[lane_id()]) : 0;
+    int of_owner = 0;
+    for (int owner = lane_id(); owner < comm_.num_ranks; owner += kWarp)
+      of_owner = max(of_owner, num_chunks(meta.src_tokens[owner]));
     const int most = __reduce_max_sync(kAllLanes, of_owner);
-    if (lane_id() == 0) begin[0] = 0, chunks = most;
+    if (lane_id() == 0) items()[0].begin = 0, *reinterpret_cast<int32_t*>(dynamic_shared) = most;
   }
+
+  const Comm& comm_;
 };
 
 // The chunks of a combine send, for signal_chunks(). A chunk has the rows for all owners.
@@ -67,8 +90,8 @@ struct PartialChunks {
   const SendOrder& order;
   const int parts;  // parts of a row
 
-  __device__ int count() const { return order.chunks; }
-  __device__ int32_t end(int chunk) const { return order.begin[(chunk + 1) * run.comm.num_ranks] * parts; }
+  __device__ int count() const { return order.chunks(); }
+  __device__ int32_t end(int chunk) const { return order.begin_of(chunk + 1) * parts; }
   __device__ bool may_signal() const { return true; }
   __device__ void signal(int owner, int chunk) const {
     const int32_t* ends = meta.recv_chunk_end + owner * kMaxChunks;
@@ -94,8 +117,7 @@ class CombineSendJob {
         lay_(partial_layout_of(args.header)),
         order_(order),
         parts_(cut.parts),
-        rows_(NextRow(run, kCombineSendRows, order.begin[kMaxChunks * run.comm.num_ranks] * parts_, 0, warps),
-              progress),
+        rows_(NextRow(run, kCombineSendRows, order.rows() * parts_, 0, warps), progress),
         flat_(args.routing.layout == kFlat) {}
 
   __device__ Next next(bool may_block, Row* row) {
@@ -142,12 +164,11 @@ class CombineSendJob {
     next_.slot = kNone;
     if (part == kNoMore) return;
     const int32_t number = parts_ == 1 ? part : part / parts_;
-    while (number >= order_.begin[item_ + 1]) ++item_;
-    const int32_t slot = order_.slot[item_] + number - order_.begin[item_];
-    const int owner = order_.owner[item_];
+    while (number >= order_.item(item_ + 1).begin) ++item_;
+    const SendOrder::Item& item = order_.item(item_);
+    const int32_t slot = item.slot + number - item.begin;
     next_ = Row{slot, parts_ == 1 ? 0 : part % parts_,
-                at<char>(peer::pool(args_.comm, kCombinePool, owner),
-                         int64_t{slot + order_.slot_shift[owner]} * static_cast<int32_t>(lay_.bytes))};
+                at<char>(order_.pool(item.owner), int64_t{slot} * static_cast<int32_t>(lay_.bytes))};
     from_ = lane_id() < args_.routing.topk ? recv_row(next_, lane_id()) : -1;
   }
 
@@ -257,14 +278,13 @@ class CombineSendJob {
   float weight_ = 0.0f;
 };
 
-// All threads call it. Returns whether the handle is sound. Also checks, with one thread per owner, that the owner's
-// rows on this rank end within its combine pool and the handle's recv_rows.
+// All threads call it, and share the owners. Returns whether the handle is sound. Also checks that each owner's rows on
+// this rank end within its combine pool and the handle's recv_rows.
 __device__ inline bool partials_fit(const Run& run, const CombineSendArgs& args, const Meta& meta) {
   const Comm& comm = args.comm;
-  const int owner = static_cast<int>(threadIdx.x);
   bool ok =
       check_handle(run, returned_items(comm), [&](int item) { return returned_is_sound(args.routing, meta, item); });
-  if (owner < comm.num_ranks) {
+  for (int owner = static_cast<int>(threadIdx.x); owner < comm.num_ranks; owner += static_cast<int>(blockDim.x)) {
     const int64_t rows = meta.recv_offset[owner + 1] - meta.recv_offset[owner];
     const int64_t end = (meta.combine_base[owner] + rows) * partial_layout_of(args.header).bytes;
     if (rows > 0 && end > comm.pool_bytes[kCombinePool])

@@ -56,7 +56,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
   bool ok = sending.ok && receiving.ok;
   progress.clear();
   if (ok) {
-    const bool may_write = destination_has_read(sending, kDispatchPool);
+    const bool may_write = destinations_have_read(sending, kDispatchPool);
     ok = may_send(may_write && sends_fit(sending, send, meta) && slots_fit(receiving, recv));
   }
   if (ok) {

@@ -24,7 +24,7 @@ __global__ void __launch_bounds__(kCopyWarps* kWarp, 1)
   if (run.ok) run.ok = __syncthreads_and(slots_fit(run, args)) != 0;
   if (run.ok) {
     const Output out(run, args);
-    const bool opened = open_source_of_lane(run, kDispatchPool, args.header, meta.src_tokens);
+    const bool opened = open_sources(run, kDispatchPool, args.header, meta.src_tokens);
     clear_padding(out, team_of_warps());
     if (blockIdx.x == 0) write_tables(out, static_cast<int>(threadIdx.x), static_cast<int>(blockDim.x));
     if (__syncthreads_and(opened)) {

@@ -281,7 +281,7 @@ __device__ inline bool slots_fit(const Run& run, const DispatchRecvArgs& args) {
 // All threads of the last CTA call it when all CTAs have finished.
 __device__ inline void finish_dispatch_recv(const Run& run, const DispatchRecvArgs& args, const Meta& meta) {
   if (!chunks_cover(run, meta, args.fresh ? meta.recv_chunk_end : nullptr)) return poison(args);
-  signal_consumed(run, kDispatchPool, static_cast<int>(threadIdx.x));
+  signal_consumed(run, kDispatchPool);
   advance(run);
 }
 

@@ -36,7 +36,7 @@ template <bool kBulk, class From>
 __device__ __forceinline__ void send_all(const DispatchSendArgs& args, const Cut& cut) {
   __shared__ Progress progress;
   Run run = enter(args.comm, kDispatchSend);
-  run.ok = run.ok && destination_has_read(run, kDispatchPool) && positions_are_ready(run, args.header);
+  run.ok = run.ok && destinations_have_read(run, kDispatchPool) && positions_are_ready(run, args.header);
   if (!__syncthreads_and(run.ok)) return;
   const Meta meta = meta_of(args.comm, args.routing);
   if (!__syncthreads_and(sends_fit(run, args, meta))) {

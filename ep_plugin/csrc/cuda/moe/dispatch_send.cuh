@@ -146,20 +146,26 @@ class DispatchSendJob {
   __device__ void list_destinations(uint64_t* list) const {
     const int R = args_.comm.num_ranks, lane = lane_id();
     const int32_t* positions = at<const int32_t>(args_.routing.send_pos) + static_cast<int64_t>(token_) * R;
-    int32_t position = lane < R ? positions[lane] : -1;
-    if (position >= region_) {
-      fail(args_.comm, kBadHandle, kDispatchSend, args_.comm.rank, token_, region_, position);
-      position = -1;
+    int listed = 0;
+    for (int base = 0; base < R; base += kWarp) {
+      const int rank = base + lane;
+      int32_t position = rank < R ? positions[rank] : -1;
+      const Address pool = rank < R ? address_in(args_.comm.pool[kDispatchPool], rank) : 0;
+      if (position >= region_) {
+        fail(args_.comm, kBadHandle, kDispatchSend, args_.comm.rank, token_, region_, position);
+        position = -1;
+      }
+      if (Own::kDirect && rank == args_.comm.rank) {
+        list[list_size(R) - 1] = static_cast<uint64_t>(position);
+        position = -1;
+      }
+      const unsigned mask = __ballot_sync(kAllLanes, position >= 0);
+      if (position >= 0)
+        list[1 + listed + __popc(mask & ((1u << lane) - 1u))] =
+            pool + static_cast<int64_t>(first_slot_ + position) * lay_.bytes;
+      listed += __popc(mask);
     }
-    if (Own::kDirect && lane == args_.comm.rank) {
-      list[list_size(R) - 1] = static_cast<uint64_t>(position);
-      position = -1;
-    }
-    const unsigned mask = __ballot_sync(kAllLanes, position >= 0);
-    if (lane == 0) list[0] = static_cast<uint64_t>(part_) << 32 | static_cast<uint32_t>(__popc(mask));
-    if (position >= 0)
-      list[1 + __popc(mask & ((1u << lane) - 1u))] =
-          peer::pool(args_.comm, kDispatchPool, lane) + static_cast<int64_t>(first_slot_ + position) * lay_.bytes;
+    if (lane == 0) list[0] = static_cast<uint64_t>(part_) << 32 | static_cast<uint32_t>(listed);
     __syncwarp();
   }
 
@@ -193,20 +199,20 @@ class DispatchSendJob {
   Own own_;
 };
 
-// All threads call it. Returns whether a reused handle is sound. Also checks, with one thread per destination, that
-// this rank's rows fit in its region there. If they do not, an optimistic send exits, and any other send records a
-// fault.
+// All threads call it, and share the destinations. Returns whether a reused handle is sound. Also checks that this
+// rank's rows fit in its region at every destination. If they do not, an optimistic send exits, and any other send
+// records a fault.
 __device__ inline bool sends_fit(const Run& run, const DispatchSendArgs& args, const Meta& meta) {
   if (args.header.op == kOpCachedDispatch &&
       !check_handle(run, sent_items(run.comm), [&](int item) { return sent_is_sound(args.routing, meta, item); }))
     return false;
-  const int dest = static_cast<int>(threadIdx.x);
-  if (dest >= args.comm.num_ranks) return true;
   const int last = num_chunks(args.routing.num_tokens) - 1;
-  const int64_t rows = last < 0 ? 0 : meta.send_chunk_end[dest * kMaxChunks + last];
   const int64_t room = region_slots_of(args.comm, args.header);
-  if (rows <= room) return true;
-  return args.optimistic == 0 && fail(args.comm, kTooSmall, kDispatchSend, dest, 0, room, rows);
+  for (int dest = static_cast<int>(threadIdx.x); dest < args.comm.num_ranks; dest += static_cast<int>(blockDim.x)) {
+    const int64_t rows = last < 0 ? 0 : meta.send_chunk_end[dest * kMaxChunks + last];
+    if (rows > room) return args.optimistic == 0 && fail(args.comm, kTooSmall, kDispatchSend, dest, 0, room, rows);
+  }
+  return true;
 }
 
 // One warp sends its rows. From: the element type of rows that are quantised, or void for rows that are sent as they

@@ -65,17 +65,17 @@ namespace combine {
 template <class Element, bool kAlwaysFew>
 __global__ void __launch_bounds__(kMaxThreads, 1)
     ep_ll_combine(const __grid_constant__ LlCombineArgs args, const __grid_constant__ LlLayout lay) {
-  __shared__ uint32_t masked;
+  __shared__ LlPeers peers;
   __shared__ int32_t written;  // counts the batches that worker warps have written
   const bool sends = (args.op.phases & kLlSend) != 0, receives = (args.op.phases & kLlReceive) != 0;
   if (threadIdx.x == 0) written = 0;
-  LlRun ll = ll_half(args.op, lay, kLlCombine, sends ? kLlSend : kLlReceive, ll_epoch(args.op, kLlCombine), 0);
+  LlRun ll = ll_half(args.op, lay, kLlCombine, sends ? kLlSend : kLlReceive, ll_epoch(args.op, kLlCombine), peers);
   const bool works = warp_id() < num_workers();
-  bool ok = ll_enter(ll, &masked);
+  bool ok = ll_enter(ll, peers);
   if (ok && sends && !works) ll_begin_send(ll);
   if (ok && sends) ok = send<Element, kAlwaysFew>(ll, args, &written);
   if (ok && receives && works)
-    ok = receive<Element, kAlwaysFew>(ll_half(args.op, lay, kLlCombine, kLlReceive, ll.run.epoch, ll.masked), args);
+    ok = receive<Element, kAlwaysFew>(ll_half(args.op, lay, kLlCombine, kLlReceive, ll.run.epoch, peers), args);
   if (!ll_leave(ll, ok) && receives)
     fill_bytes(args.out, int64_t{args.op.header.num_tokens} * args.op.header.row_bytes, 0xFF, threadIdx.x, blockDim.x);
 }

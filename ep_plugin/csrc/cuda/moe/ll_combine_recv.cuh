@@ -4,19 +4,6 @@
 
 namespace ep::cuda {
 
-// The ranks that hold a token, in their order, four bits each.
-struct Holders {
-  uint64_t ranks = 0;
-  int count = 0;
-  __device__ explicit Holders(uint32_t bits) {
-#pragma unroll 1
-    for (; bits != 0; bits &= bits - 1)
-      ranks |= static_cast<uint64_t>(__ffs(static_cast<int>(bits)) - 1) << 4 * count++;
-  }
-  __device__ __forceinline__ int operator[](int i) const { return static_cast<int>(ranks >> 4 * i & 15u); }
-};
-static_assert(kMaxRanks <= 16, "a rank fits in four bits");
-
 // The sums of this rank's tokens, if it has many pairs.
 template <class Element>
 class LlOwner {
@@ -32,7 +19,14 @@ class LlOwner {
       const int token = static_cast<int>(blockIdx.x) + task / pieces * grid;
       if (token >= T) return true;
       const int unit = task % pieces * kWarp + lane_id();
-      if (!add_rows(token, unit, unit < units, ll_ranks_of(ll_, args_.ids, args_.id_bytes, token))) return false;
+      LaneSum<Element> sum;
+#pragma unroll 1
+      for (int base = 0; base < ll_.op.comm.num_ranks; base += kWarp) {
+        uint32_t holders = ll_ranks_of(ll_, args_.ids, args_.id_bytes, token, base);
+        if (!wait_holders(token, base, &holders)) return false;
+        if (unit < units) add_rows(token, unit, base, holders, sum);
+      }
+      if (unit < units) finish(token, unit, sum);
     }
   }
 
@@ -43,37 +37,39 @@ class LlOwner {
   __device__ char* out(int token) const { return at<char>(args_.out, int64_t{token} * header_.row_bytes); }
 
   // All lanes: waits for the flags of the holders, one lane each, and drops masked holders. False after a fault.
-  __device__ __forceinline__ bool wait_holders(int token, uint32_t* ranks) const {
-    const int group = token / ll_group_tokens(header_.num_tokens), rank = lane_id();
+  // holders: bit r: rank base + r holds the token.
+  __device__ __forceinline__ bool wait_holders(int token, int base, uint32_t* holders) const {
+    const int group = token / ll_group_tokens(header_.num_tokens), rank = base + lane_id();
     Found found = Found::kThere;
-    if ((*ranks >> rank & 1u) != 0)
+    if ((*holders >> lane_id() & 1u) != 0)
       found = ll_wait_at_least(ll_, rank, ll_.own().flag(ll_.kind, ll_.parity, rank, group), ll_.run.epoch);
-    *ranks &= __ballot_sync(kAllLanes, found == Found::kThere);
+    *holders &= __ballot_sync(kAllLanes, found == Found::kThere);
     __syncwarp();  // then all lanes may read the data that one lane has acquired
     return __all_sync(kAllLanes, found != Found::kGaveUp) != 0;
   }
 
-  __device__ __forceinline__ bool add_rows(int token, int unit, bool in, uint32_t ranks) const {
-    if (!wait_holders(token, &ranks)) return false;
-    if (!in) return true;
-    const Holders holders(ranks);
-    const auto slot = [&](int i) { return ll_.own().slot(ll_.kind, ll_.parity, holders[i], token); };
-    LaneSum<Element> sum;
+  // Adds the partial rows of these holders, in their order.
+  __device__ __forceinline__ void add_rows(int token, int unit, int base, uint32_t holders,
+                                           LaneSum<Element>& sum) const {
+    const auto next_slot = [&] {
+      const int rank = base + __ffs(static_cast<int>(holders)) - 1;
+      holders &= holders - 1;
+      return ll_.own().slot(ll_.kind, ll_.parity, rank, token);
+    };
     if constexpr (std::is_same_v<Element, BFloat16>) {
       if (header_.format == kLlLogfmt) {
 #pragma unroll 1
-        for (int i = 0; i < holders.count; ++i) add_coded(slot(i), args_.hidden, unit, sum);
-        return finish(token, unit, sum);
+        while (holders != 0) add_coded(next_slot(), args_.hidden, unit, sum);
+        return;
       }
     }
-    sum.add(holders.count, [&](int i) { return ptx::ld_coherent(vector_in(slot(i), unit)); }, [](int) { return 1.0f; });
-    return finish(token, unit, sum);
+    sum.add(
+        __popc(holders), [&](int) { return ptx::ld_coherent(vector_in(next_slot(), unit)); }, [](int) { return 1.0f; });
   }
-  __device__ __forceinline__ bool finish(int token, int unit, LaneSum<Element>& sum) const {
+  __device__ __forceinline__ void finish(int token, int unit, LaneSum<Element>& sum) const {
     const char* added = bias(token);
     if (added != nullptr) Element::add(sum.of, ptx::ld_coherent(vector_in(added, unit)), 1.0f);
     reinterpret_cast<int4*>(out(token))[unit] = sum.rounded();
-    return true;
   }
 
   const LlRun& ll_;

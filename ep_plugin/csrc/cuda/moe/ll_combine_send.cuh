@@ -47,13 +47,15 @@ __device__ inline void send_weights(const LlRun& ll, const LlCombineArgs& args) 
       ll_store(ll.block(peer).weights_of_token(ll.parity, me, token) + of, data, ll.tag());
     }
   }
-  if (team.index == team.size - 1 && lane_id() < R && !ll.is_masked(lane_id())) {
+#pragma unroll 1
+  for (int peer = lane_id(); team.index == team.size - 1 && peer < R; peer += kWarp) {
+    if (ll.is_masked(peer)) continue;
     const int stride = static_cast<int>(ll.lay.token_words);
-    ll_refresh(ll, ll.block(lane_id()).weights(ll.parity, me), ll.lay.weight_words, [=](int index) {
+    ll_refresh(ll, ll.block(peer).weights(ll.parity, me), ll.lay.weight_words, [=](int index) {
       const int place = index - kLlHeaderWords;
       return place < 0 || (place / stride < T && place % stride < of_token);
     });
-    if (lane_id() == me) refresh_pairs(ll, args);
+    if (peer == me) refresh_pairs(ll, args);
   }
   __syncwarp();
 }
@@ -161,8 +163,8 @@ class LlHolder {
   __device__ bool open_all() {
     const Comm& comm = ll_.op.comm;
     bool ok = true;
-    const int owner = lane_id();
-    if (owner < comm.num_ranks) {
+#pragma unroll 1
+    for (int owner = lane_id(); owner < comm.num_ranks; owner += kWarp) {
       const int32_t tokens = owned_.plan.src_tokens[owner];
       LlHeader header;
       if (tokens < 0 || tokens > header_.max_tokens)

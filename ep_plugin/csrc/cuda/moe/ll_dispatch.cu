@@ -49,12 +49,11 @@ __device__ void send(const LlRun& ll, const LlDispatchArgs& args, int32_t* writt
 template <bool kAlwaysSmall>
 __device__ bool receive(const LlRun& ll, const LlDispatchArgs& args) {
   __shared__ Placed placed;
-  int32_t* counts = reinterpret_cast<int32_t*>(dynamic_shared);
-  LlSmallReceiver small(ll, args, placed, counts);
+  LlSmallReceiver small(ll, args, placed);
   if (!small.open()) return false;
   const bool is_small = kAlwaysSmall || small.serves();
   bool ok = true;
-  if (!is_small) ok = LlReceiver(ll, args, placed, counts).run();
+  if (!is_small) ok = LlReceiver(ll, args, placed).run();
   __syncwarp();  // keeps the code in this order
   if (is_small) ok = small.run();
   return ok;
@@ -83,18 +82,18 @@ namespace dispatch {
 template <class From, bool kAlwaysSmall>
 __global__ void __launch_bounds__(kMaxThreads, 1)
     ep_ll_dispatch(const __grid_constant__ LlDispatchArgs args, const __grid_constant__ LlLayout lay) {
-  __shared__ uint32_t masked;
+  __shared__ LlPeers peers;
   __shared__ int32_t written;  // counts the batches that worker warps have written
   const bool sends = (args.op.phases & kLlSend) != 0, receives = (args.op.phases & kLlReceive) != 0;
   if (threadIdx.x == 0) written = 0;
-  LlRun ll = ll_half(args.op, lay, kLlDispatch, sends ? kLlSend : kLlReceive, ll_epoch(args.op, kLlDispatch), 0);
-  bool ok = ll_enter(ll, &masked);
+  LlRun ll = ll_half(args.op, lay, kLlDispatch, sends ? kLlSend : kLlReceive, ll_epoch(args.op, kLlDispatch), peers);
+  bool ok = ll_enter(ll, peers);
   if (ok) {
     const bool works = warp_id() < num_workers();
     if (sends && !works) ll_begin_send(ll);
     if (sends) send<From>(ll, args, &written);
     if (receives && works)
-      ok = receive<kAlwaysSmall>(ll_half(args.op, lay, kLlDispatch, kLlReceive, ll.run.epoch, ll.masked), args);
+      ok = receive<kAlwaysSmall>(ll_half(args.op, lay, kLlDispatch, kLlReceive, ll.run.epoch, peers), args);
   }
   if (!ll_leave(ll, ok) && receives) clear_tables(args);
 }
@@ -107,7 +106,7 @@ void launch_kernel(const LlDispatchArgs& args) {
   const LlOperation& op = args.op;
   const int64_t image_bytes = ll_image_bytes(op.header.row_bytes, op.header.scale_bytes);
   const int64_t limit = limits_of<kKernel>().shared_bytes;
-  const int64_t counts = (op.phases & kLlReceive) == 0 ? 0 : 3 * 4 * int64_t{local_experts(op.comm)};
+  const int64_t counts = (op.phases & kLlReceive) == 0 ? 0 : placed_bytes(op.comm.num_ranks, local_experts(op.comm));
   require(counts <= limit, "experts of a rank", "as many as shared memory has room for", local_experts(op.comm));
   const int threads = ll_threads(op, ceil_div(image_bytes, kUnitBytes * kWarp), kMostWorkers);
   const LlLayout lay = ll_layout(op.comm.num_ranks, op.shape);

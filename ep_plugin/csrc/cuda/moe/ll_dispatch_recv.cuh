@@ -54,13 +54,14 @@ class LlReceiver : public LlSources {
       placed_.begin[0] = 0;
 #pragma unroll 1
       for (int s = 0; s < ranks_; ++s) placed_.begin[s + 1] = placed_.begin[s] + placed_.tokens[s];
-      // At most 65536 tokens and as many CTAs: the products fit in 32 bits.
+      // At most 72 * 4096 tokens and 10,000 CTAs: the products fit in 32 bits.
       const unsigned tokens = placed_.begin[ranks_], cta = blockIdx.x;
       placed_.share[0] = static_cast<int>(tokens * cta / gridDim.x);
       placed_.share[1] = static_cast<int>(tokens * (cta + 1) / gridDim.x);
     }
     join_workers();
-    if (const int s = static_cast<int>(threadIdx.x); s < ranks_) {
+#pragma unroll 1
+    for (int s = static_cast<int>(threadIdx.x); s < ranks_; s += worker_threads()) {
       const int before = min(max(placed_.share[0] - placed_.begin[s], 0), placed_.tokens[s]);
       placed_.before[s] = before * header_.topk;
     }
@@ -72,21 +73,27 @@ class LlReceiver : public LlSources {
   __device__ bool settle() {
     if (ll_.op.shrink == 0) return false;
     bool changed = false;
-    const int source = lane_id();
-    if (warp_id() == 0 && source < ranks_) {
-      const bool lost = placed_.lost[source] != 0, there = decide(source, !lost);
-      changed = there ? lost : placed_.tokens[source] != 0;
-      if (there) ll_.masked &= ~(1u << source);
+#pragma unroll 1
+    for (int peer = lane_id(); warp_id() == 0 && peer < ranks_; peer += kWarp)
+      placed_.peers.block[peer] = ll_.peers->block[peer];
+#pragma unroll 1
+    for (int base = 0; warp_id() == 0 && base < ranks_; base += kWarp) {
+      const int source = base + lane_id();
+      const bool lost = source < ranks_ && placed_.lost[source] != 0, there = source < ranks_ && decide(source, !lost);
+      const unsigned masked = __ballot_sync(kAllLanes, source < ranks_ && !there);
+      if (lane_id() == 0) placed_.peers.masked[base / kWarp] = masked;
+      __syncwarp();
+      if (source >= ranks_) continue;
+      ll_.peers = &placed_.peers;
+      changed = changed || (there ? lost : placed_.tokens[source] != 0);
       LlHeader header;
-      if (changed && there && ll_open(ll_, source, words_of(source), &header) == Found::kThere)
+      if (there && lost && ll_open(ll_, source, words_of(source), &header) == Found::kThere)
         placed_.tokens[source] = header.num_tokens;
       if (!there) placed_.tokens[source] = 0;
       placed_.lost[source] = !there;
     }
     changed = !join_workers(!changed);
-    ll_.masked = 0;
-#pragma unroll 1
-    for (int s = 0; s < ranks_; ++s) ll_.masked |= static_cast<uint32_t>(placed_.lost[s]) << s;
+    ll_.peers = &placed_.peers;
     return changed;
   }
   // The verdict is epoch * 2, plus 1 if the words are there.

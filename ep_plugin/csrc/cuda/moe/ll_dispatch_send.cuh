@@ -41,10 +41,10 @@ __device__ inline void send_ids(const LlRun& ll, const LlDispatchArgs& args) {
         word < kLlHeaderWords ? ll_header_word(ll, word) : ids_word(ll, args, word - kLlHeaderWords, turn == 0);
     if (!ll.is_masked(peer)) ll_store(ll.block(peer).ids(ll.parity, me) + word, data, ll.tag());
   }
-  if (team.index == team.size - 1 && lane_id() < R && !ll.is_masked(lane_id())) {
-    const int peer = lane_id();
-    ll_refresh(ll, ll.block(peer).ids(ll.parity, me), ll.lay.id_words, [=](int index) { return index < words; });
-  }
+#pragma unroll 1
+  for (int peer = lane_id(); team.index == team.size - 1 && peer < R; peer += kWarp)
+    if (!ll.is_masked(peer))
+      ll_refresh(ll, ll.block(peer).ids(ll.parity, me), ll.lay.id_words, [=](int index) { return index < words; });
   __syncwarp();
 }
 
@@ -106,20 +106,36 @@ struct Elements {
   }
 };
 
-// The addresses of a token's image: slots of ranks.
+// As ll_ranks_of, out of line: only nodes of more than 32 ranks need it.
+static __device__ EP_NOINLINE uint32_t ll_more_ranks_of(const LlRun ll, Address ids, int id_bytes, int token,
+                                                        int base) {
+  return ll_ranks_of(ll, ids, id_bytes, token, base);
+}
+
+// The addresses of a token's image: slots of ranks. Ranks come in words of 32.
 struct Images {
   const LlRun& ll;
-  uint32_t ranks;
-  int first;       // the rank whose slot is stored first
+  const LlDispatchArgs& args;
+  int token;
+  uint32_t ranks;  // the first word
   int64_t offset;  // the slot's offset in a block
 
-  // Calls store(image) for each of them.
+  // All lanes: calls store(image) for each of them. In each word the rank that comes first depends on this rank and on
+  // the token.
   template <class Store>
   __device__ __forceinline__ void each(Store store) const {
     const int R = ll.op.comm.num_ranks;
+    uint32_t left = ranks;
 #pragma unroll 1
-    for (int turn = 0, rank = first; turn < R; ++turn, rank = rank + 1 == R ? 0 : rank + 1)
-      if ((ranks >> rank & 1u) != 0) store(at<char>(ll.op.comm.control[rank], offset));
+    for (int base = 0;;) {
+      const int count = min(R - base, kWarp), first = (ll.op.comm.rank + 1 + token) % count;
+#pragma unroll 1
+      for (int turn = 0, rank = first; turn < count; ++turn, rank = rank + 1 == count ? 0 : rank + 1)
+        if ((left >> rank & 1u) != 0) store(at<char>(ll.peers->block[base + rank], offset));
+      base += kWarp;
+      if (base >= R) break;
+      left = ll_more_ranks_of(ll, args.ids, args.id_bytes, token, base);
+    }
   }
 };
 
@@ -181,7 +197,7 @@ __device__ inline Batches sent_batches(const LlHeader& header) {
 template <class From>
 __device__ void send_rows_to_slots(const LlRun& ll, const LlDispatchArgs& args, int32_t* written) {
   const LlHeader& header = ll.op.header;
-  const int pieces = pieces_of<From>(header), R = ll.op.comm.num_ranks, me = ll.op.comm.rank;
+  const int pieces = pieces_of<From>(header), me = ll.op.comm.rank;
   const Batches batches = sent_batches(header);
   for (int batch = 0; batch < batches.count(); ++batch) {
 #pragma unroll 1
@@ -192,7 +208,7 @@ __device__ void send_rows_to_slots(const LlRun& ll, const LlDispatchArgs& args, 
       if (item >= batches.items || token >= header.num_tokens) continue;
       make_piece<From>(header, row_of(args, token), piece, [&] {
         const int64_t offset = ll.own().slot(ll.kind, ll.parity, me, token) - at<char>(ll.own().base);
-        return Images{ll, ll_ranks_of(ll, args.ids, args.id_bytes, token), (me + 1 + token) % R, offset};
+        return Images{ll, args, token, ll_ranks_of(ll, args.ids, args.id_bytes, token, 0), offset};
       });
     }
     count_written(written);
@@ -205,20 +221,23 @@ __device__ inline void signal_rows(const LlRun& ll, const LlDispatchArgs& args, 
   const Batches batches = sent_batches(ll.op.header);
 #pragma unroll 1
   for (int batch = 0; batch < batches.count(); ++batch) {
-    uint32_t ranks = 0;  // in lane i: the ranks of the batch's i-th group
 #pragma unroll 1
-    for (int i = 0; i < batches.per_batch; ++i) {
-      const int item = batches.item(batch, i), end = min(T, (item + 1) * batches.per_item);
-      uint32_t of_group = 0;
+    for (int base = 0; base < ll.op.comm.num_ranks; base += kWarp) {
+      uint32_t ranks = 0;  // in lane i: the ranks of the batch's i-th group
 #pragma unroll 1
-      for (int token = item * batches.per_item; item < batches.items && token < end; ++token)
-        of_group |= ll_ranks_of(ll, args.ids, args.id_bytes, token);
-      if (lane_id() == i) ranks = of_group;
+      for (int i = 0; i < batches.per_batch; ++i) {
+        const int item = batches.item(batch, i), end = min(T, (item + 1) * batches.per_item);
+        uint32_t of_group = 0;
+#pragma unroll 1
+        for (int token = item * batches.per_item; item < batches.items && token < end; ++token)
+          of_group |= ll_ranks_of(ll, args.ids, args.id_bytes, token, base);
+        if (lane_id() == i) ranks = of_group;
+      }
+      if (base == 0 && !fence_batch(ll, written, batch)) return;
+#pragma unroll 1
+      for (int i = 0; i < batches.per_batch; ++i)
+        signal_group(ll, base, __shfl_sync(kAllLanes, ranks, i), batches.item(batch, i));
     }
-    if (!fence_batch(ll, written, batch)) return;
-#pragma unroll 1
-    for (int i = 0; i < batches.per_batch; ++i)
-      signal_group(ll, __shfl_sync(kAllLanes, ranks, i), batches.item(batch, i));
   }
 }
 

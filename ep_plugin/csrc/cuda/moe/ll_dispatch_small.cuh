@@ -94,7 +94,7 @@ class LlSmallReceiver : public LlSources {
 #pragma unroll 1
     for (; width < K; width *= 2) ++shift;
     const int k = lane_id() & (width - 1);
-    const int expert = k < K ? placed_.early[source][first + k] : -1;
+    const int expert = k < K ? early_[source][first + k] : -1;
     int position = 0;
 #pragma unroll 1
     for (int s = 0; expert >= 0 && s <= source; ++s)
@@ -121,7 +121,7 @@ class LlSmallReceiver : public LlSources {
     int equal = 0;
 #pragma unroll 1
     for (int i = part * kPairs; i < end; i += parts * kPairs) {
-      const int4 held = *reinterpret_cast<const int4*>(&placed_.early[source][i]);
+      const int4 held = *reinterpret_cast<const int4*>(&early_[source][i]);
       const int words[] = {held.x, held.y, held.z, held.w};
 #pragma unroll
       for (int j = 0; j < kPairs; ++j)

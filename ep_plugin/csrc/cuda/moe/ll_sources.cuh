@@ -10,10 +10,10 @@ constexpr int kEarlyPairs = kLlEarlyWords * kLlIdsPerWord;
 
 // The facts that a CTA knows about the sources, and the pairs of one pass. They are in shared memory.
 struct Placed {
-  int32_t tokens[kMaxRanks];                            // T of each source; 0: it is masked
-  int32_t lost[kMaxRanks];                              // 1: a wait for its words ended with a mask
-  __align__(16) int16_t early[kMaxRanks][kEarlyPairs];  // local expert of each source's first pairs, -1: none
+  int32_t tokens[kMaxRanks];  // T of each source; 0: it is masked
+  int32_t lost[kMaxRanks];    // 1: a wait for its words ended with a mask
   // For a dispatch that is not small:
+  LlPeers peers;                              // with shrink: as all CTAs see them
   int32_t begin[kMaxRanks + 1];               // the source's first token in the list
   int32_t share[2];                           // this CTA's first token in the list, and the one after its last
   int32_t before[kMaxRanks];                  // pairs of the source before this CTA's share of the list
@@ -21,29 +21,35 @@ struct Placed {
   int32_t rows[kPassPairs];                   // row of each pair, -1: none
 };
 
+// The experts of the first pairs of each source, in dynamic shared memory. Behind them are counts [3][E_l].
+using EarlyPairs = int16_t[kEarlyPairs];  // local expert of each pair, -1: none
+EP_HD constexpr int64_t placed_bytes(int ranks, int per_rank) {
+  return static_cast<int64_t>(sizeof(EarlyPairs)) * ranks + 3 * 4 * static_cast<int64_t>(per_rank);
+}
+
 // Workers of a CTA call all functions. A function that returns bool returns the same to all workers: false after a
 // fault.
 class LlSources {
  public:
-  // counts: [3][E_l], in shared memory.
-  __device__ LlSources(const LlRun& ll, const LlDispatchArgs& args, Placed& placed, int32_t* counts)
+  __device__ LlSources(const LlRun& ll, const LlDispatchArgs& args, Placed& placed)
       : ll_(ll),
         args_(args),
         header_(ll.op.header),
         plan_(ll_plan_of(ll.op, args.plan)),
         placed_(placed),
-        pairs_of_(counts),
+        early_(reinterpret_cast<EarlyPairs*>(dynamic_shared)),
+        pairs_of_(reinterpret_cast<int32_t*>(early_ + ll.op.comm.num_ranks)),
         ranks_(ll.op.comm.num_ranks),
         per_rank_(local_experts(ll.op.comm)) {}
 
   // The last warp waits for the headers first. All threads wait for the early words.
   __device__ bool open() {
     bool ok = true;
-    const int source = lane_id();
-    if (warp_id() == num_workers() - 1 && source < ranks_) {
+#pragma unroll 1
+    for (int source = lane_id(); warp_id() == num_workers() - 1 && source < ranks_; source += kWarp) {
       LlHeader header;
       const Found found = ll_open(ll_, source, words_of(source), &header);
-      ok = found != Found::kGaveUp;
+      ok = ok && found != Found::kGaveUp;
       placed_.tokens[source] = found == Found::kThere ? header.num_tokens : 0;
       placed_.lost[source] = found == Found::kMasked;
     }
@@ -99,6 +105,7 @@ class LlSources {
   const LlHeader& header_;
   const LlPlan plan_;
   Placed& placed_;
+  EarlyPairs* const early_;
   int32_t* const pairs_of_;
   const int ranks_;
   const int per_rank_;
@@ -110,7 +117,7 @@ class LlSources {
     if (found == Found::kGaveUp) return false;
     if (found == Found::kMasked) data = LlData{{~0u, ~0u, ~0u}};
     if (!check_ids(data, source)) return false;
-    uint32_t* to = reinterpret_cast<uint32_t*>(placed_.early[source]) + word * kLlWordUnits;
+    uint32_t* to = reinterpret_cast<uint32_t*>(early_[source]) + word * kLlWordUnits;
 #pragma unroll
     for (int u = 0; u < kLlWordUnits; ++u)
       to[u] = (static_cast<uint32_t>(local_of(id_in(data, 2 * u))) & 0xFFFFu) |

@@ -19,7 +19,7 @@ struct LaneSum {
   static constexpr int kElements = Element::kPerVector;
   float of[kElements] = {};
 
-  // Adds `count` terms. load(i) returns the unit of term i, and factor(i) its factor.
+  // Adds `count` terms. load(i) returns the unit of term i, and factor(i) its factor. Each is called once, in order.
   template <class Load, class Factor>
   __device__ __forceinline__ void add(int count, Load load, Factor factor) {
 #pragma unroll 1

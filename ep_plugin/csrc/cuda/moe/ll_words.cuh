@@ -7,8 +7,8 @@
 
 namespace ep::cuda {
 
-constexpr int kLlWordUnits = 3;  // 4-byte units of data in a word
-constexpr int kLlMaskField = offsetof(LlHeader, mask) / 4;
+constexpr int kLlWordUnits = 3;                             // 4-byte units of data in a word
+constexpr int kLlMaskField = offsetof(LlHeader, mask) / 4;  // and those after it
 
 struct LlData {
   uint32_t unit[kLlWordUnits];
@@ -72,7 +72,7 @@ __device__ inline LlData ll_header_word(const LlRun& ll, int word) {
 #pragma unroll
   for (int u = 0; u < kLlWordUnits; ++u) {
     const int field = kLlWordUnits * word + u;
-    data.unit[u] = field == kLlMaskField ? ll.masked : static_cast<uint32_t>(fields[field]);
+    data.unit[u] = field < kLlMaskField ? static_cast<uint32_t>(fields[field]) : ll.peers->masked[field - kLlMaskField];
   }
   return data;
 }
@@ -98,10 +98,10 @@ static __device__ EP_NOINLINE Found ll_open(const LlRun ll, int peer, const LlWo
                  reinterpret_cast<const int32_t*>(header)[field]);
   else if (header->num_tokens < 0 || header->num_tokens > mine.max_tokens)
     ok = ll_fail(ll, kBadData, peer, 0, mine.max_tokens, header->num_tokens);
-  else if ((header->mask >> comm.rank & 1u) != 0)
+  else if (has_rank(header->mask, comm.rank))
     ok = ll_fail(ll, kMasked, peer, 0, 0, 1);
   for (int rank = 0; ok && ll.op.shrink != 0 && rank < comm.num_ranks; ++rank)
-    if ((header->mask >> rank & 1u) != 0) ptx::st_relaxed_gpu(&ll.state().mask[rank], 1);
+    if (has_rank(header->mask, rank)) ptx::st_relaxed_gpu(&ll.state().mask[rank], 1);
   return ok ? Found::kThere : Found::kGaveUp;
 }
 
@@ -117,18 +117,20 @@ __device__ __forceinline__ int ll_checked_id(const LlRun& ll, int64_t id, int pa
 __device__ inline int ll_id(const LlRun& ll, Address ids, int id_bytes, int pair) {
   return ll_checked_id(ll, ll_load_id(ids, id_bytes, pair), pair);
 }
-// All lanes: returns a word of bits. Bit r: rank r has one of the token's experts and is not masked.
-__device__ inline uint32_t ll_ranks_of(const LlRun& ll, Address ids, int id_bytes, int token) {
+// All lanes: returns a word of bits for the ranks from `base` on, a multiple of 32. Bit r: rank base + r has one of the
+// token's experts and is not masked.
+__device__ inline uint32_t ll_ranks_of(const LlRun& ll, Address ids, int id_bytes, int token, int base) {
   const int K = ll.op.header.topk;
   const unsigned per_rank = static_cast<unsigned>(local_experts(ll.op.comm));
   uint32_t bits = 0;
 #pragma unroll 1
   for (int k = lane_id(); k < K; k += kWarp) {
     const int id = ll_id(ll, ids, id_bytes, token * K + k);
-    if (id >= 0) bits |= 1u << static_cast<unsigned>(id) / per_rank;
+    const unsigned rank = static_cast<unsigned>(id) / per_rank - static_cast<unsigned>(base);
+    if (id >= 0 && rank < kWarp) bits |= 1u << rank;
   }
   for (int step = 1; step < kWarp; step *= 2) bits |= __shfl_xor_sync(kAllLanes, bits, step);
-  return bits & ~ll.masked;
+  return bits & ~ll.peers->masked[base / kWarp];
 }
 
 }  // namespace ep::cuda

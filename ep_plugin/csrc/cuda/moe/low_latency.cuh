@@ -50,6 +50,12 @@ __device__ __forceinline__ bool join_workers(bool ok = true) {
 // The number of this worker among all of the kernel. Consecutive numbers are on different SMs.
 __device__ __forceinline__ Team team_of_workers() { return team_of_warps(num_workers()); }
 
+// What a CTA reads of its peers when it enters. It is in shared memory.
+struct LlPeers {
+  Address block[kMaxRanks];
+  uint32_t masked[kRankWords];  // the ranks that were masked when this CTA began to send or to receive
+};
+
 // One half of one operation, as a CTA runs it.
 struct LlRun {
   const LlOperation& op;
@@ -57,12 +63,12 @@ struct LlRun {
   LlKind kind;
   Run run;
   int parity;
-  uint32_t masked;  // bit r: rank r was masked when this CTA began to send or to receive
+  const LlPeers* peers;
 
   __device__ LlState& state() const { return ll_state_of(op); }
-  __device__ LlBlock block(int rank) const { return LlBlock{op.comm.control[rank], lay, op.comm.num_ranks, op.shape}; }
-  __device__ LlBlock own() const { return block(op.comm.rank); }
-  __device__ bool is_masked(int rank) const { return (masked >> rank & 1u) != 0; }
+  __device__ LlBlock block(int rank) const { return LlBlock{peers->block[rank], lay, op.comm.num_ranks, op.shape}; }
+  __device__ LlBlock own() const { return LlBlock{op.comm.own_control, lay, op.comm.num_ranks, op.shape}; }
+  __device__ bool is_masked(int rank) const { return has_rank(peers->masked, rank); }
   __device__ uint32_t tag() const { return static_cast<uint32_t>(run.epoch); }
   __device__ bool receives() const { return run.step == kLlDispatchRecv || run.step == kLlCombineRecv; }
   // The polls of a wait for few words. Their time does not count as waited.
@@ -70,10 +76,10 @@ struct LlRun {
 };
 
 __device__ inline LlRun ll_half(const LlOperation& op, const LlLayout& lay, LlKind kind, LlPhase phase, uint64_t epoch,
-                                uint32_t masked) {
+                                const LlPeers& peers) {
   const int first = kind == kLlDispatch ? kLlDispatchSend : kLlCombineSend;
   const Step step = static_cast<Step>(phase == kLlSend ? first : first + 1);
-  return LlRun{op, lay, kind, Run{op.comm, step, epoch, true}, ll_parity(epoch), masked};
+  return LlRun{op, lay, kind, Run{op.comm, step, epoch, true}, ll_parity(epoch), &peers};
 }
 
 // --- Waits ---------------------------------------------------------------------------------------------------------
@@ -86,8 +92,8 @@ __device__ inline void ll_announce_wait(const LlRun& ll, bool waits) {
   const uint64_t before = ptx::ld_relaxed_gpu(count);
   if ((before & 1) == waits || ptx::atom_cas_relaxed_gpu(count, before, before + 1) != before) return;
 #pragma unroll 1
-  for (int peer = 0; peer < ll.op.comm.num_ranks; ++peer)
-    ptx::st_release_sys(ll.block(peer).waiting(ll.op.comm.rank), static_cast<uint32_t>(before + 1));
+  for (int peer = 0; peer < ll.op.comm.num_ranks; ++peer)  // not by ll.block(), which ll_enter() has yet to fill
+    ptx::st_release_sys(ll_block(ll.op, peer).waiting(ll.op.comm.rank), static_cast<uint32_t>(before + 1));
 }
 
 // The deadline after which a wait with `shrink` masks its peer. A peer that has waited itself gets more time, see
@@ -181,30 +187,34 @@ __device__ inline Found ll_wait_rows(const LlRun& ll, int peer, int group) {
 
 // --- Entering ------------------------------------------------------------------------------------------------------
 
-// All threads: enters the kernel. With a send half, waits until the peers have read the data that this rank wrote two
-// operations ago. False after a fault.
-__device__ inline bool ll_enter(LlRun& ll, uint32_t* shared_masked) {
+// All threads: enters the kernel, and fills `peers`. With a send half, waits until the peers have read the data that
+// this rank wrote two operations ago. False after a fault.
+__device__ inline bool ll_enter(const LlRun& ll, LlPeers& peers) {
   const Comm& comm = ll.op.comm;
   bool ok = !faulted(comm);
-  if (warp_id() == 0) {
-    const int peer = lane_id();
-    bool masked = peer < comm.num_ranks && ptx::ld_relaxed_gpu(&ll.state().mask[peer]) != 0;
-    if (peer < comm.num_ranks && !ll.receives() && ll.run.epoch > kLlParities) {
-      const uint64_t* word = ll.own().consumed(ll.kind, ll.parity, peer);
-      const uint64_t value = ll.run.epoch - kLlParities;
-      // Usually this is one load, in addition to the load of the mask.
-      if (peer::acquire(word) < value && ok && !masked) {
-        const Found found = ll_wait_longer(ll, peer, Awaited{word, value, 0});
-        masked = found == Found::kMasked;
-        ok = found != Found::kGaveUp;
+#pragma unroll 1
+  for (int base = warp_id() * kWarp; base < kRankWords * kWarp; base += static_cast<int>(blockDim.x)) {
+    const int peer = base + lane_id();
+    bool masked = false;
+    if (peer < comm.num_ranks) {
+      const Address block = address_in(comm.control, peer);
+      masked = ptx::ld_relaxed_gpu(&ll.state().mask[peer]) != 0;
+      if (!ll.receives() && ll.run.epoch > kLlParities) {
+        const uint64_t* word = ll.own().consumed(ll.kind, ll.parity, peer);
+        const uint64_t value = ll.run.epoch - kLlParities;
+        // Usually this is one load, in addition to the loads of the mask and the address.
+        if (peer::acquire(word) < value && ok && !masked) {
+          const Found found = ll_wait_longer(ll, peer, Awaited{word, value, 0});
+          masked = found == Found::kMasked;
+          ok = found != Found::kGaveUp;
+        }
       }
+      peers.block[peer] = block;
     }
     const unsigned bits = __ballot_sync(kAllLanes, masked);
-    if (peer == 0) *shared_masked = bits;
+    if (lane_id() == 0) peers.masked[base / kWarp] = bits;
   }
-  ok = __syncthreads_and(ok) != 0;
-  ll.masked = *shared_masked;
-  return ok;
+  return __syncthreads_and(ok) != 0;
 }
 
 // The epoch of the operation that a kernel runs. All threads read it when they enter.
@@ -235,11 +245,12 @@ __device__ inline void ll_begin_send(const LlRun& ll) {
   __syncwarp();
   if (blockIdx.x != 0) return;
   const uint64_t unsignalled = state.unsignalled[ll.kind];
-  const int peer = lane_id();
   __syncwarp();  // all lanes have read it
-  if (peer == 0) state.unsignalled[ll.kind] = receives && !ll_counts_ctas(op) ? ll.run.epoch : 0;
-  if (unsignalled != 0 && peer < op.comm.num_ranks && !ll.is_masked(peer))
-    peer::signal(ll.block(peer).consumed(ll.kind, ll_parity(unsignalled), op.comm.rank), unsignalled);
+  if (lane_id() == 0) state.unsignalled[ll.kind] = receives && !ll_counts_ctas(op) ? ll.run.epoch : 0;
+#pragma unroll 1
+  for (int peer = lane_id(); unsignalled != 0 && peer < op.comm.num_ranks; peer += kWarp)
+    if (!ll.is_masked(peer))
+      peer::signal(ll.block(peer).consumed(ll.kind, ll_parity(unsignalled), op.comm.rank), unsignalled);
   __syncwarp();
 }
 
@@ -290,10 +301,10 @@ __device__ inline bool fence_batch(const LlRun& ll, int32_t* written, int batch)
   if (ok) peer::fence();
   return ok != 0;
 }
-// All lanes, after the fence: stores the group's flag at each rank of `ranks`.
-__device__ inline void signal_group(const LlRun& ll, uint32_t ranks, int group) {
-  const int rank = lane_id();
-  if (rank < ll.op.comm.num_ranks && (ranks >> rank & 1u) != 0)
+// All lanes, after the fence: stores the group's flag at each of the ranks base + r for which bit r of `ranks` is set.
+__device__ inline void signal_group(const LlRun& ll, int base, uint32_t ranks, int group) {
+  const int rank = base + lane_id();
+  if (rank < ll.op.comm.num_ranks && (ranks >> lane_id() & 1u) != 0)
     peer::store(ll.block(rank).flag(ll.kind, ll.parity, ll.op.comm.rank, group), ll.run.epoch);
 }
 
@@ -317,13 +328,15 @@ __device__ inline void ll_finish(const LlRun& ll) {
   const LlOperation& op = ll.op;
   const Comm& comm = op.comm;
   LlState& state = ll.state();
-  const int peer = lane_id();
-  if (op.shrink != 0 && peer == 0) ll_announce_wait(ll, false);
-  if ((op.phases & kLlReceive) == 0 || peer >= comm.num_ranks) return;
-  if (op.wait_cost != 0) at<int64_t>(op.wait_cost)[peer] += static_cast<int64_t>(state.waited[peer]);
-  state.waited[peer] = 0;
-  const bool masked = op.shrink != 0 ? ptx::ld_relaxed_gpu(&state.mask[peer]) != 0 : ll.is_masked(peer);
-  if (!masked) peer::signal(ll.block(peer).consumed(ll.kind, ll.parity, comm.rank), ll.run.epoch);
+  if (op.shrink != 0 && lane_id() == 0) ll_announce_wait(ll, false);
+  if ((op.phases & kLlReceive) == 0) return;
+#pragma unroll 1
+  for (int peer = lane_id(); peer < comm.num_ranks; peer += kWarp) {
+    if (op.wait_cost != 0) at<int64_t>(op.wait_cost)[peer] += static_cast<int64_t>(state.waited[peer]);
+    state.waited[peer] = 0;
+    const bool masked = op.shrink != 0 ? ptx::ld_relaxed_gpu(&state.mask[peer]) != 0 : ll.is_masked(peer);
+    if (!masked) peer::signal(ll.block(peer).consumed(ll.kind, ll.parity, comm.rank), ll.run.epoch);
+  }
 }
 
 // All threads of every CTA call it when the CTA's work is done. False in a CTA that must clear the results after a

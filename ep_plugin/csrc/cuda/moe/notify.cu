@@ -1,10 +1,10 @@
 // Notify: the ranks exchange counts, and each computes where the rows that it receives go.
 //
-// Roles. CTA 0 exchanges counts: warp p writes this rank's count row to peer p, waits for rank p's row, checks it, and
-// stores the counts in shared memory. Then one warp lays out the FLAT rows by expert, another the slots by source. The
-// other CTAs compute the positions of this rank's tokens at the same time (positions.cuh) and wait for no peer. The
-// last of them signals the send (State::positions_ready), which then may move rows. CTA 0 signals the send when the
-// counts of all peers are known (State::counts_ready). Then it may signal rows.
+// Roles. CTA 0 exchanges counts: a warp writes this rank's count row to its peers, waits for their rows, checks them,
+// and stores the counts in shared memory. Peers go round the warps. Then one warp lays out the FLAT rows by expert,
+// another the slots by source. The other CTAs compute the positions of this rank's tokens at the same time
+// (positions.cuh) and wait for no peer. The last of them signals the send (State::positions_ready), which then may move
+// rows. CTA 0 signals the send when the counts of all peers are known (State::counts_ready). Then it may signal rows.
 // Buffers. A count row (common/layout.h) is 64-bit words that carry their own epoch, so it needs no flag. There are two
 // rows for each pair of ranks, used in turn. A row is overwritten after its reader's consumed word has reached epoch -
 // 2.
@@ -20,17 +20,19 @@ namespace ep::cuda {
 
 namespace {
 
-constexpr int kNotifyThreads = (kMaxRanks + 1) * kWarp;
-static_assert(kNotifyThreads == (kTokenWarp + 1) * kWarp, "a warp for each part of a step");
+constexpr int kPeerWarps = kTokenWarp;  // warps of CTA 0 that exchange counts. One more lays out the ranks
+constexpr int kNotifyThreads = (kPeerWarps + 1) * kWarp;
 
 struct Shared {
-  int32_t rank_count[kMaxRanks][kMaxRanks];  // [source][destination], checked
-  int32_t num_tokens[kMaxRanks];             // tokens of each source, checked
+  int32_t num_tokens[kMaxRanks];  // tokens of each source, checked
   int64_t max_sent;
 };
 
-// In shared memory behind `counts`, [R][E_l]: the pairs of each source for each local expert, checked.
+// In shared memory behind `counts`, both checked: [R][E_l] the pairs of each source for each local expert, then [R][R]
+// the tokens of each source for each destination.
 __device__ int32_t* received(const Comm& comm) { return counts + plan_block_words(comm.num_ranks, comm.num_experts); }
+__device__ int32_t* rank_counts(const Comm& comm) { return received(comm) + comm.num_experts; }
+int64_t shared_words(int R, int E) { return plan_block_words(R, E) + E + int64_t{R} * R; }
 
 __device__ int parity_of(const Run& run) { return static_cast<int>(run.epoch & 1); }
 
@@ -120,7 +122,7 @@ __device__ bool receive_counts(const Run& run, const NotifyArgs& args, int sourc
       if (i < 0 || i >= R + per_rank) continue;
       if (values[j] < 0 || values[j] > tokens) ok = fail(comm, kBadData, kNotify, source, i, tokens, values[j]);
       if (i < R)
-        shared.rank_count[source][i] = values[j];
+        rank_counts(comm)[source * R + i] = values[j];
       else
         received(comm)[source * per_rank + i - R] = values[j];
     }
@@ -135,36 +137,40 @@ __device__ int64_t max_of_warp(int64_t value) {
   return value;
 }
 
-// One warp, one lane per rank: computes the order of the slots that this rank receives, and the bases of partial rows.
+// One warp, whose lanes share the ranks: computes the order of the slots that this rank receives, and the bases of
+// partial rows.
 __device__ bool lay_out_ranks(const Run& run, const NotifyArgs& args, Shared& shared) {
   const Comm& comm = run.comm;
   const Meta meta = meta_of(comm, args.routing);
-  const int R = comm.num_ranks, me = comm.rank, a = lane_id();
-  int64_t send_base = 0, combine_base = 0, received = 0, slots = 0, sent = 0;
+  const int R = comm.num_ranks, me = comm.rank;
+  const int32_t* count = rank_counts(comm);
+  int64_t most_slots = 0, most_sent = 0;
   int32_t rows = 0;
-  if (a < R) {
+  for (int a = lane_id(); a < R; a += kWarp) {
+    int64_t send_base = 0, combine_base = 0, received = 0, slots = 0, sent = 0;
     for (int b = 0; b < R; ++b) {
-      send_base += b < a ? shared.rank_count[me][b] : 0;
-      combine_base += b < me ? shared.rank_count[a][b] : 0;
-      received += b <= a ? shared.rank_count[b][me] : 0;
-      slots += shared.rank_count[b][a];
+      send_base += b < a ? count[me * R + b] : 0;
+      combine_base += b < me ? count[a * R + b] : 0;
+      received += b <= a ? count[b * R + me] : 0;
+      slots += count[b * R + a];
       meta.rank_prefix[b * R + a] = static_cast<int32_t>(slots);
-      sent += shared.rank_count[a][b];
-      rows = max(rows, shared.rank_count[a][b]);
+      sent += count[a * R + b];
+      rows = max(rows, count[a * R + b]);
     }
-  }
-  const int64_t max_sent = max_of_warp(sent), most = max(max_of_warp(slots), max_sent), max_rows = max_of_warp(rows);
-  if (most > INT32_MAX) {
-    if (a == 0) fail(comm, kTooSmall, kNotify, me, 0, INT32_MAX, most);
-    return false;
-  }
-  if (a < R) {
+    most_slots = max(most_slots, slots);
+    most_sent = max(most_sent, sent);
     meta.send_base[a] = static_cast<int32_t>(send_base);
     meta.combine_base[a] = static_cast<int32_t>(combine_base);
     meta.recv_offset[a + 1] = meta.token_base[a + 1] = static_cast<int32_t>(received);
     meta.src_tokens[a] = shared.num_tokens[a];
   }
-  if (a == 0) {
+  const int64_t max_sent = max_of_warp(most_sent), most = max(max_of_warp(most_slots), max_sent);
+  const int64_t max_rows = max_of_warp(rows);
+  if (most > INT32_MAX) {
+    if (lane_id() == 0) fail(comm, kTooSmall, kNotify, me, 0, INT32_MAX, most);
+    return false;
+  }
+  if (lane_id() == 0) {
     meta.recv_offset[0] = meta.token_base[0] = 0;
     *meta.max_rows = static_cast<int32_t>(max_rows);
     shared.max_sent = max_sent;
@@ -258,34 +264,38 @@ __device__ void signal_counts_ready(const Comm& comm) {
   if (threadIdx.x == 0) ptx::st_release_gpu(&state.counts_ready, state.epoch[kDispatchSend - 1] + 1);
 }
 
-// All threads of CTA 0. `is_free`: in warp p, whether the count row at peer p may be overwritten.
+// All threads of CTA 0. `is_free`: whether the count rows at this warp's peers may be overwritten.
 __device__ void exchange(const NotifyArgs& args, const Run& run, bool is_free, Shared& shared) {
   const Comm& comm = args.comm;
-  const int peer = warp_id();
+  const int warp = warp_id();
   bool ok = is_free && !faulted(comm);  // plan may have failed
   count_all(args);
   if (comm.gate == kNotify) ok = __syncthreads_and(threadIdx.x != 0 || hold_at_gate(run)) && ok;
   ok = __all_sync(kAllLanes, ok) != 0;
-  if (ok && peer < comm.num_ranks) {
-    send_counts(run, args, peer);
-    ok = receive_counts(run, args, peer, shared);
+  if (warp < kPeerWarps) {
+    for (int peer = warp; ok && peer < comm.num_ranks; peer += kPeerWarps) send_counts(run, args, peer);
+    for (int peer = warp; ok && peer < comm.num_ranks; peer += kPeerWarps) ok = receive_counts(run, args, peer, shared);
   }
   if (!__syncthreads_and(ok)) return;
-  if (peer == 0) ok = lay_out_experts(run, args);
-  if (peer == kMaxRanks) ok = lay_out_ranks(run, args, shared);
+  if (warp == 0) ok = lay_out_experts(run, args);
+  if (warp == kPeerWarps) ok = lay_out_ranks(run, args, shared);
   if (!__syncthreads_and(ok)) return;
   signal_counts_ready(comm);
   if (args.ticket != 0) publish_totals(args, shared);
-  signal_consumed(run, kConsumedCounts, static_cast<int>(threadIdx.x));
+  signal_consumed(run, kConsumedCounts);
   advance(run);
 }
 
 __global__ void __launch_bounds__(kNotifyThreads, 1) ep_notify(const __grid_constant__ NotifyArgs args) {
   __shared__ Shared shared;
   const Run run = enter(args.comm, kNotify);
-  const bool exchanges = run.ok && blockIdx.x == 0 && warp_id() < args.comm.num_ranks;
-  // It does not depend on plan, so it comes before the wait for plan.
-  const bool is_free = !exchanges || row_is_free(run, warp_id());
+  // This does not depend on plan, so it comes before the wait for plan.
+  bool is_free = true;
+  if (run.ok && blockIdx.x == 0 && warp_id() < kPeerWarps) {
+    peer::prefetch(args.comm.control, args.comm.num_ranks);
+    for (int peer = warp_id(); is_free && peer < args.comm.num_ranks; peer += kPeerWarps)
+      is_free = row_is_free(run, peer);
+  }
   ptx::wait_on_dependency();
   if (!run.ok) return;
   // Only CTA 0 launches dependents early. So the send's CTAs start when the other CTAs have ended, and get their SMs.
@@ -305,9 +315,9 @@ void notify(const NotifyArgs& args) {
   require_comm(args.comm);
   require_routing(args.routing);
   require_rows("block_counts", args.block_counts);
-  const int64_t words = plan_block_words(args.comm.num_ranks, args.comm.num_experts);
+  const int64_t words = shared_words(args.comm.num_ranks, args.comm.num_experts);
   const int64_t ctas = 1 + static_cast<int64_t>(plan_blocks(args.routing.num_tokens));
-  launch_early<ep_notify>("notify", ctas, kNotifyThreads, 4 * (words + args.comm.num_experts), args.stream, args);
+  launch_early<ep_notify>("notify", ctas, kNotifyThreads, 4 * words, args.stream, args);
 }
 
 }  // namespace ep::cuda

@@ -25,30 +25,33 @@ __device__ int read_expert(const PlanArgs& args, int64_t pair) {
   return -1;
 }
 
-__device__ void count_block(const PlanArgs& args, const Block& block) {
+// Counts the tokens for ranks [base, base + 32). The first of these passes also counts the pairs, and copies the ids.
+template <bool kFirst>
+__device__ __forceinline__ void count_block(const PlanArgs& args, const Block& block, int base) {
   const WarpTokens warp(args.comm, args.routing.topk);
-  const int R = args.comm.num_ranks, warps = kPlanThreads / kWarp;
-  int tokens = 0;  // in lane r: tokens for rank r
+  const int ranks = min(args.comm.num_ranks - base, kWarp), warps = kPlanThreads / kWarp;
+  int tokens = 0;  // in lane r: tokens for rank base + r
   for (int first = block.begin + warp_id() * warp.tokens(); first < block.end; first += warps * warp.tokens()) {
     const int token = first + warp.token();
     unsigned bits = 0;
     for (int k = warp.k(); k - warp.k() < warp.topk; k += kWarp) {
       if (token >= block.end || k >= warp.topk) continue;
       const int64_t pair = static_cast<int64_t>(token) * warp.topk + k;
-      const int expert = read_expert(args, pair);
-      at<int32_t>(args.routing.topk_ids)[pair] = expert;
-      if (expert < 0) continue;
-      bits |= warp.rank_bit(expert);
-      atomicAdd(&counts[R + expert], 1);
+      int32_t* id = at<int32_t>(args.routing.topk_ids) + pair;
+      const int expert = kFirst ? read_expert(args, pair) : *id;
+      bits |= warp.rank_bit(expert, base);
+      if (!kFirst) continue;
+      *id = expert;
+      if (expert >= 0) atomicAdd(&counts[args.comm.num_ranks + expert], 1);
     }
     __syncwarp();
     bits = warp.bits_of_token(bits);
-    for (int r = 0; r < R; ++r) {
+    for (int r = 0; r < ranks; ++r) {
       const unsigned mask = __ballot_sync(kAllLanes, warp.k() == 0 && (bits >> r & 1u));
       if (lane_id() == r) tokens += __popc(mask);
     }
   }
-  if (tokens > 0) atomicAdd(&counts[lane_id()], tokens);
+  if (tokens > 0) atomicAdd(&counts[base + lane_id()], tokens);
 }
 
 __global__ void __launch_bounds__(kPlanThreads) ep_plan(const __grid_constant__ PlanArgs args) {
@@ -59,7 +62,9 @@ __global__ void __launch_bounds__(kPlanThreads) ep_plan(const __grid_constant__ 
   const int64_t words = plan_block_words(args.comm.num_ranks, args.comm.num_experts);
   for (int i = threadIdx.x; i < words; i += blockDim.x) counts[i] = 0;
   __syncthreads();
-  count_block(args, Block(args.routing.num_tokens, blockIdx.x));
+  const Block block(args.routing.num_tokens, blockIdx.x);
+  count_block<true>(args, block, 0);
+  for (int base = kWarp; base < args.comm.num_ranks; base += kWarp) count_block<false>(args, block, base);
   __syncthreads();
   int32_t* of_block = at<int32_t>(args.block_counts) + blockIdx.x * words;
   for (int i = threadIdx.x; i < words; i += blockDim.x) of_block[i] = counts[i];
@@ -72,7 +77,7 @@ void plan(const PlanArgs& args) {
   require_routing(args.routing);
   require(args.id_bytes == 4 || args.id_bytes == 8, "id_bytes", "4 or 8", args.id_bytes);
   require(num_keys(args.comm) <= kMaxKeys, "num_experts", "at most 8000 with the ranks on CUDA", num_keys(args.comm));
-  require(args.routing.num_tokens <= kMaxTokens, "num_tokens", "at most 134217727 with the ranks on CUDA",
+  require(args.routing.num_tokens <= kMaxTokens, "num_tokens", "at most 29826161 with the ranks on CUDA",
           args.routing.num_tokens);
   require_rows("block_counts", args.block_counts);
   const int64_t words = plan_block_words(args.comm.num_ranks, args.comm.num_experts);

@@ -72,20 +72,22 @@ __device__ inline int equal_before(const int32_t* experts, int index, int expert
   return found;
 }
 
-// One warp, one lane per token: writes the token's position for each rank, or -1 for ranks to which it does not go.
-// `ids`: the experts of the token's pairs. `here`: whether this lane has a token. `tokens`: in lane r, the tokens for
-// rank r so far.
-__device__ inline void assign_token_positions(const WarpTokens& warp, int R, const int32_t* ids, bool here,
-                                              int32_t* positions, int* tokens) {
+// One warp, one lane per token: writes the token's position for each of the ranks [base, base + 32), or -1 for ranks to
+// which it does not go. `ids`: the experts of the token's pairs. `here`: whether this lane has a token. `positions`: of
+// the token, by rank. `tokens`: the tokens for rank base + lane so far; returns it with these tokens.
+__device__ inline int assign_token_positions(const WarpTokens& warp, int R, int base, const int32_t* ids, bool here,
+                                             int32_t* positions, int tokens) {
   unsigned bits = 0;
-  for (int k = 0; here && k < warp.topk; ++k) bits |= warp.rank_bit(ids[k]);
-  for (int r = 0; r < R; ++r) {
+  for (int k = 0; here && k < warp.topk; ++k) bits |= warp.rank_bit(ids[k], base);
+  const int ranks = min(R - base, kWarp);
+  for (int r = 0; r < ranks; ++r) {
     const bool goes = bits >> r & 1u;
     const unsigned mask = __ballot_sync(kAllLanes, goes);
-    const int before = __shfl_sync(kAllLanes, *tokens, r) + __popc(mask & lanes_below());
-    if (here) positions[r] = goes ? before : -1;
-    if (lane_id() == r) *tokens += __popc(mask);
+    const int before = __shfl_sync(kAllLanes, tokens, r) + __popc(mask & lanes_below());
+    if (here) positions[base + r] = goes ? before : -1;
+    if (lane_id() == r) tokens += __popc(mask);
   }
+  return tokens;
 }
 
 // All threads, after sum_block_counts.
@@ -95,7 +97,6 @@ __device__ inline void assign_in_order(const Comm& comm, const Routing& routing,
   const Meta meta = meta_of(comm, routing);
   const int R = comm.num_ranks, K = routing.topk, at_once = tokens_at_once(K), me = static_cast<int>(threadIdx.x);
   const Chunks chunks = chunks_of(routing.num_tokens);
-  int tokens = lane_id() < R ? counts[lane_id()] : 0;
   for (int first = block.begin; first < block.end; first += at_once) {
     const int end = min(first + at_once, block.end), pairs = (end - first) * K;
     const int64_t pair = static_cast<int64_t>(first) * K + me;
@@ -104,10 +105,15 @@ __device__ inline void assign_in_order(const Comm& comm, const Routing& routing,
     __syncthreads();
     if (warp_id() == kTokenWarp) {
       const int64_t token = first + lane_id();
-      assign_token_positions(warp, R, experts + lane_id() * K, token < end, at<int32_t>(routing.send_pos) + token * R,
-                             &tokens);
+      int32_t* positions = at<int32_t>(routing.send_pos) + token * R;
       const int chunk = chunks.of(first);
-      if (lane_id() < R && end == chunks.end(chunk)) meta.send_chunk_end[lane_id() * kMaxChunks + chunk] = tokens;
+      for (int base = 0; base < R; base += kWarp) {
+        const int rank = base + lane_id(), before = rank < R ? counts[rank] : 0;
+        const int tokens =
+            assign_token_positions(warp, R, base, experts + lane_id() * K, token < end, positions, before);
+        if (rank < R) counts[rank] = tokens;
+        if (rank < R && end == chunks.end(chunk)) meta.send_chunk_end[rank * kMaxChunks + chunk] = tokens;
+      }
     } else if (me < pairs) {
       at<int32_t>(routing.pair_pos)[pair] = expert < 0 ? -1 : counts[R + expert] + equal_before(experts, me, expert);
     }

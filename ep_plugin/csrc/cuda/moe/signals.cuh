@@ -24,22 +24,24 @@ namespace ep::cuda {
 
 // --- consumed ------------------------------------------------------------------------------------------------------
 
-// Threads of the last CTA, one per source: signals that this rank has read what the source wrote.
-__device__ inline void signal_consumed(const Run& run, int kind, int source) {
+// All threads of the last CTA share the sources, and signal to them that this rank has read what they wrote.
+__device__ inline void signal_consumed(const Run& run, int kind) {
   const Comm& comm = run.comm;
-  if (source < comm.num_ranks) peer::signal(consumed_word(comm, source, kind, comm.rank), run.epoch);
+  for (int source = static_cast<int>(threadIdx.x); source < comm.num_ranks; source += static_cast<int>(blockDim.x))
+    peer::signal(consumed_word(comm, source, kind, comm.rank), run.epoch);
 }
 
-// The last warp of the CTA, one lane per destination, waits until that rank has read the rows of the previous epoch.
-// Other warps return at once. All must call may_send() before they write.
-__device__ inline bool destination_has_read(const Run& run, Pool pool) {
+// The lanes of the CTA's last warp share the destinations, and wait until they have read the rows of the previous
+// epoch. Other warps return at once. All must call may_send() before they write.
+__device__ inline bool destinations_have_read(const Run& run, Pool pool) {
   const Comm& comm = run.comm;
-  const int dest = lane_of_last_warp();
-  if (dest < 0 || dest >= comm.num_ranks) return true;
-  return peer::wait_at_least(run, consumed_word(comm, comm.rank, pool, dest), run.epoch - 1, dest);
+  if (lane_of_last_warp() < 0) return true;
+  for (int dest = lane_of_last_warp(); dest < comm.num_ranks; dest += kWarp)
+    if (!peer::wait_at_least(run, consumed_word(comm, comm.rank, pool, dest), run.epoch - 1, dest)) return false;
+  return true;
 }
 
-// All threads call it after destination_has_read(). Returns whether `ok` is true for all of them. Joins the CTA.
+// All threads call it after destinations_have_read(). Returns whether `ok` is true for all of them. Joins the CTA.
 __device__ inline bool may_send(bool ok) {
   ok = __syncthreads_and(ok) != 0;
   ptx::fence_proxy_async();  // the bulk stores that follow overwrite data that the peers have read
@@ -52,8 +54,8 @@ __device__ inline bool may_send(bool ok) {
 // before the first row.
 __device__ inline void open_destinations(const Run& run, Pool pool, const Header& mine) {
   const Comm& comm = run.comm;
-  if (blockIdx.x == 0 && lane_id() < comm.num_ranks) {
-    Opening* word = opening(comm, lane_id(), pool, comm.rank);
+  for (int dest = lane_id(); blockIdx.x == 0 && dest < comm.num_ranks; dest += kWarp) {
+    Opening* word = opening(comm, dest, pool, comm.rank);
     word->header = mine;
     peer::signal(&word->flag, run.epoch);
   }
@@ -83,21 +85,23 @@ __device__ inline bool open_source(const Run& run, Pool pool, int source, const 
          check_opening(run, word, source, mine, src_tokens == nullptr ? -1 : src_tokens[source]);
 }
 
-// The last warp of the CTA, one lane per source, calls open_source(). Other warps return true at once. The caller joins
-// the CTA.
-__device__ inline bool open_source_of_lane(const Run& run, Pool pool, const Header& mine, const int32_t* src_tokens) {
-  const int source = lane_of_last_warp();
-  return source < 0 || source >= run.comm.num_ranks ||
-         open_source(run, pool, source, mine, src_tokens, blockIdx.x == 0);
+// One lane of a warp whose lanes share the sources calls open_source() for its own.
+__device__ inline bool open_sources_of_lane(const Run& run, Pool pool, const Header& mine, const int32_t* src_tokens,
+                                            bool counts) {
+  for (int source = lane_id(); source < run.comm.num_ranks; source += kWarp)
+    if (!open_source(run, pool, source, mine, src_tokens, counts)) return false;
+  return true;
+}
+// The last warp of the CTA opens all sources. Other warps return true at once. The caller joins the CTA.
+__device__ inline bool open_sources(const Run& run, Pool pool, const Header& mine, const int32_t* src_tokens) {
+  return lane_of_last_warp() < 0 || open_sources_of_lane(run, pool, mine, src_tokens, blockIdx.x == 0);
 }
 // Does the same in any one warp, for kernels whose warps have several roles. In CTA 0, the time of the warp `first`
 // counts as waited. Joins the warp.
 __device__ inline bool open_sources_of_warp(const Run& run, Pool pool, const Header& mine, const int32_t* src_tokens,
                                             int first) {
-  const int source = lane_id();
   const bool counts = blockIdx.x == 0 && warp_id() == first;
-  const bool ok = source >= run.comm.num_ranks || open_source(run, pool, source, mine, src_tokens, counts);
-  return __all_sync(kAllLanes, ok) != 0;
+  return __all_sync(kAllLanes, open_sources_of_lane(run, pool, mine, src_tokens, counts)) != 0;
 }
 
 // --- started -------------------------------------------------------------------------------------------------------

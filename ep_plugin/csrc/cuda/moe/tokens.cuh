@@ -34,9 +34,10 @@ struct WarpTokens {
   __device__ int token() const { return lane_id() / token_lanes; }
   __device__ int k() const { return lane_id() % token_lanes; }
 
-  // The bit of the expert's rank; no bit for -1.
-  __device__ unsigned rank_bit(int expert) const {
-    return expert < 0 ? 0u : 1u << (static_cast<unsigned>(expert) * ranks_per_2_32 >> 32);
+  // The bit of the expert's rank in the word of ranks [base, base + 32); no bit for other ranks and for -1.
+  __device__ unsigned rank_bit(int expert, int base) const {
+    const unsigned rank = static_cast<unsigned>(static_cast<unsigned>(expert) * ranks_per_2_32 >> 32) - base;
+    return expert < 0 || rank >= kWarp ? 0u : 1u << rank;
   }
   // All lanes: the bits of all lanes of this lane's token, combined.
   __device__ unsigned bits_of_token(unsigned bits) const {
