@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.compiler import is_dynamo_compiling
 
 from ep_plugin import _C
 from ep_plugin.config import DispatchLayout, MoECommunicatorConfig
@@ -246,7 +245,7 @@ class MoECommunicator:
             ValueError: wrong arguments; also an `x` that requires gradients with `quantize`; in mode="ll" a third
                 un-received dispatch.
         """
-        if not is_dynamo_compiling():
+        if not torch.compiler.is_compiling():
             made = self._in_c.dispatch(x, topk_ids, topk_weights, scales, previous_handle, capacity, quantize)
             if made is not None:
                 return made
@@ -276,7 +275,7 @@ class MoECommunicator:
         Returns:
             ``[T, H]`` of y's dtype; the caller owns it.
         """
-        if not is_dynamo_compiling():
+        if not torch.compiler.is_compiling():
             made = self._in_c.combine(y, handle, weights, bias)
             if made is not None:
                 return made

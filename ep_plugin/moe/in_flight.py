@@ -17,7 +17,6 @@ from typing import Any, ClassVar, Generic, ParamSpec, TypeAlias, TypeVar
 
 import torch
 from torch._compile import _disable_dynamo
-from torch.compiler import is_dynamo_compiling
 
 from ep_plugin import _C, counts
 from ep_plugin.errors import CaptureRefused, EpPluginError
@@ -184,7 +183,7 @@ def untraced(function: Callable[P, T]) -> Callable[P, T]:
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        return disabled(*args, **kwargs) if is_dynamo_compiling() else function(*args, **kwargs)
+        return disabled(*args, **kwargs) if torch.compiler.is_compiling() else function(*args, **kwargs)
 
     return call
 

@@ -67,14 +67,13 @@ bool find_objects(PyObject* torch) {
 
 bool find_api() {
   const Object capsule(PyObject_GetAttrString(tensor_type, "__dlpack_c_exchange_api__"));
-  if (!capsule) {
-    PyErr_Clear();
-    return true;
-  }
-  api = static_cast<const DLExchangeApi*>(PyCapsule_GetPointer(capsule.get(), kDLExchangeApiName));
-  if (api == nullptr) return false;
+  if (capsule) api = static_cast<const DLExchangeApi*>(PyCapsule_GetPointer(capsule.get(), kDLExchangeApiName));
   while (api != nullptr && api->major != kMajor) api = api->previous;
-  return true;
+  if (api != nullptr) return true;
+  PyErr_Format(PyExc_ImportError,
+               "expected %s of version 1 in torch.Tensor, found none; ep_plugin needs PyTorch 2.11 or newer",
+               kDLExchangeApiName);
+  return false;
 }
 
 // The strides of a contiguous tensor of up to 4 dimensions.

@@ -94,7 +94,7 @@ struct TorchFunctions {
 enum TorchDevice : int32_t { kTorchCpu = 0, kTorchCuda = 1 };
 
 const TorchFunctions& torch_functions();
-// PyTorch's table, or null before find_torch(), or if its tensors have none of version 1.
+// PyTorch's table, of version 1. Null before find_torch().
 const DLExchangeApi* exchange_api();
 
 // Finds all of it. torch: the module. Returns false with Python's error set if a function is missing.
