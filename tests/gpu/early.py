@@ -70,7 +70,7 @@ def changes_streams(rank: int, size: int) -> None:
     """Receiving moves to the lane that sends, and back; nothing orders the callers' streams, and peers are late."""
     case = Case(tokens=400, hidden=1024)
     with communicator(case, rank, size, timeout_s=60) as comm:
-        comm.engine.has_totals = lambda ticket: False
+        comm.engine.control.denies_totals = True
         device = comm.engine.device
         given = [make_inputs(case, size, seed) for seed in range(8)]
         parts = [[part[rank].to(device) for part in (g.x, g.ids, g.weights)] for g in given]
