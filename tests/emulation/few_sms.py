@@ -18,7 +18,7 @@ from ep_plugin.moe.high_throughput import engine, sms
 from ep_plugin.moe.low_latency import engine as low_latency_engine
 from ep_plugin.moe.low_latency import sms as low_latency_sms
 from tests import emulation
-from tests.emulation import EmulatedStreams, _Keeping
+from tests.emulation import EmulatedStreams
 from tests.gpu import sms as sms_rounds
 from tests.gpu_stand_in import serve_with
 
@@ -94,7 +94,6 @@ def serve_gather(gather: HierarchicalAllGather, streams: FewSms) -> None:
 def turn(streams: FewSms) -> sms_rounds.Turn:
     """How a rank runs the rounds of tests/gpu/sms.py here."""
     module, numbers = emulation.load(), (FIRST, SECOND)
-    kept: list[Any] = []
 
     @contextlib.contextmanager
     def on(stream: int) -> Iterator[None]:
@@ -105,7 +104,7 @@ def turn(streams: FewSms) -> sms_rounds.Turn:
         module.shut(numbers[stream])
         return lambda: module.open(numbers[stream])
 
-    return sms_rounds.Turn(3, on, late, streams.drain, lambda: _Keeping(kept))
+    return sms_rounds.Turn(3, on, late, streams.drain)
 
 
 def until(is_so: Callable[[], bool]) -> None:

@@ -16,7 +16,6 @@ import torch
 
 from ep_plugin import MoECommunicator
 from ep_plugin.errors import PeerTimeout
-from ep_plugin.moe import arguments as validate
 from ep_plugin.moe.low_latency import sms
 from ep_plugin.moe.low_latency.combine import LowLatencyCombine
 from ep_plugin.moe.low_latency.dispatch import LowLatencyDispatch
@@ -256,11 +255,13 @@ def test_calls_that_differ_are_named(change: str) -> None:
 def _bad_ids(rank: int, size: int) -> None:
     case = faults.CASE
     inputs = make_inputs(case)
-    with cases.low_latency(case, timeout_s=60) as comm, unittest.mock.patch.object(validate, "_check_id_values"):
-        inputs.ids[0][5, 1] = case.num_experts
+    with cases.low_latency(case, timeout_s=60) as comm:
+        _, handle = comm.dispatch(inputs.x[rank], inputs.ids[rank])
+        if rank == 0:
+            handle.topk_ids[5, 1] = case.num_experts  # the host checks the caller's ids alone
         with pytest.raises(Exception, match=r"expert id below 6, got 6 at token 5 of rank 0|rank 0"):
             for _ in range(2):
-                comm.dispatch(inputs.x[rank], inputs.ids[rank])
+                comm.dispatch(inputs.x[rank], inputs.ids[rank], previous_handle=handle)
 
 
 def test_bad_ids() -> None:

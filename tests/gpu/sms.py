@@ -31,8 +31,8 @@ class Turn:
     """How one rank runs operations on its streams 0 and 1.
 
     rounds: how many are enqueued before results are compared. on(i): makes stream i current. late(i): makes later work
-    on stream i wait until the function that it returns is called. settle: waits for all work. keep: keeps what torch
-    makes in a block.
+    on stream i wait until the function that it returns is called. settle: waits for all work. kept: all results, which
+    kernels that are enqueued may still use.
     """
 
     def __init__(
@@ -41,24 +41,28 @@ class Turn:
         on: Callable[[int], contextlib.AbstractContextManager[Any]],
         late: Callable[[int], Callable[[], None]],
         settle: Callable[[], None],
-        keep: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
     ) -> None:
-        self.rounds, self.on, self.late, self.settle, self.keep = rounds, on, late, settle, keep
+        self.rounds, self.on, self.late, self.settle = rounds, on, late, settle
+        self.kept: list[Any] = []
 
 
 Results = dict[str, tuple[torch.Tensor, ...]]
 
 
-def _round_trip(comm: MoECommunicator, x: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def _round_trip(comm: MoECommunicator, x: torch.Tensor, ids: torch.Tensor, kept: list[Any]) -> tuple[torch.Tensor, ...]:
     engine, number = comm.engine, comm.number
     out = comm.in_flight.run(Dispatch(engine, x, ids, None, None, CAPACITY, None, [], number))
+    kept.append(out)
     sums, _ = comm.in_flight.run(Combine(engine, out[0], None, None, None, False, list(out[8:]), number))
     return sums, out[5]
 
 
-def _low_latency(comm: MoECommunicator, x: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def _low_latency(
+    comm: MoECommunicator, x: torch.Tensor, ids: torch.Tensor, kept: list[Any]
+) -> tuple[torch.Tensor, ...]:
     engine, number = comm.engine, comm.number
     out = comm.in_flight.run(LowLatencyDispatch(engine, x, ids, None, None, None, None, [], number))
+    kept.append(out)
     combine = LowLatencyCombine(engine, out[0], None, None, None, False, list(out[8:]), number)
     return comm.in_flight.run(combine)[0], out[4]
 
@@ -91,8 +95,8 @@ def rounds(
     ids = torch.stack(experts).to(device)
     shard = torch.randn(gather_sms * CTA_BYTES // 2, generator=data).to(torch.bfloat16).to(device)
     operations: dict[str, Callable[[], tuple[torch.Tensor, ...]]] = {
-        "high throughput": functools.partial(_round_trip, comms[0], x, ids),
-        "low latency": functools.partial(_low_latency, comms[1], x, ids),
+        "high throughput": functools.partial(_round_trip, comms[0], x, ids, turn.kept),
+        "low latency": functools.partial(_low_latency, comms[1], x, ids, turn.kept),
         "gather": functools.partial(_gather, gather, shard, size),
     }
     first: Results = {}
@@ -104,8 +108,9 @@ def rounds(
             stream = drawn.randrange(2)
             if number and begin is None and mine.random() < 0.3:
                 begin, late = turn.late(stream), late + 1
-            with turn.on(stream), turn.keep():
+            with turn.on(stream):
                 latest[name] = operations[name]()
+            turn.kept.append(latest[name])
             if not number:
                 turn.settle()
         if begin is not None:

@@ -26,6 +26,7 @@ from tests.moe.moe_cases import (
     round_trip,
     same_bits,
 )
+from tests.ranks import run_ranks, values
 
 
 def _pool_bytes(comm: MoECommunicator) -> tuple[int, int]:
@@ -216,3 +217,18 @@ def _beyond_31_bits(rank: int, size: int) -> None:
 @pytest.mark.slow
 def test_more_than_2_to_the_31_bytes_of_rows() -> None:
     on_ranks(1, _beyond_31_bits)
+
+
+def _nothing_for_anyone(rank: int, size: int) -> None:
+    """No pool has been made, since no rank sends a row."""
+    inputs = make_inputs(Case(tokens=(33,) * size, num_experts=2 * size, drop=1.0))
+    for layout in LAYOUTS:
+        with communicator(inputs.case, layout) as comm:
+            round_trip(comm, inputs, inputs.expected(layout))
+            assert comm.engine.pool_bytes(DISPATCH_POOL) == comm.engine.pool_bytes(COMBINE_POOL) == 0
+
+
+@pytest.mark.parametrize("kernels", ["cpu", "simt"])
+def test_no_rows_need_no_pools(kernels: str) -> None:
+    env = {} if kernels == "cpu" else {"EP_TEST_KERNELS": kernels}
+    values(run_ranks(2, _nothing_for_anyone, 2, timeout_s=200, env=env))

@@ -25,7 +25,7 @@ from ep_plugin.runtime.group import GroupEngine, weakly
 from ep_plugin.runtime.streams import HighThroughputStreams, Streams, high_throughput_streams, kernels_for
 from ep_plugin.transport import open_memory
 from ep_plugin.transport.exchange import Exchange
-from ep_plugin.transport.peer import PeerBuffer
+from ep_plugin.transport.peer import AddressTable, PeerBuffer
 from ep_plugin.transport.rail import MOST_CTAS
 
 # These are plain ints: they are looked up at every operation, and hashing an enum calls Python code.
@@ -89,6 +89,9 @@ class HighThroughputEngine(GroupEngine):
         self.memory = self._own(open_memory(self.within, device))
         self._control = self.memory.allocate(_C.control_bytes(self.node_size, self.node_experts), "control")
         self.comm = self._comm_struct(self._control.ptrs, self.node_experts, plain=env.settings().plain_kernels)
+        self._no_pools = AddressTable([0] * self.node_size, device)  # kernels read a table even if no row goes there
+        for pool in (DISPATCH_POOL, COMBINE_POOL):
+            self.comm.set_pool(pool, self._no_pools.address, 0, 0)
         self.control = self._make_control()
 
     def _make_control(self) -> _C.HighThroughput:
