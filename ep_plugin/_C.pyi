@@ -703,6 +703,9 @@ class LowLatency:
         """How many operations, or halves of them, ran here."""
 
     def set_comm(self, comm: Comm, /) -> None: ...
+    def set_caller(self, streams: object, /) -> None:
+        """Tests: streams.caller() returns the caller's stream in PyTorch's place."""
+
     def set_number(self, number: int, /) -> None: ...
     def set_serves(self, name: str, /) -> None: ...
     def un_received(self, kind: int, newest: bool, /) -> StartedOperation | None:

@@ -79,6 +79,14 @@ def serve_with_few_sms(budgeted: int) -> FewSms:
     )
     engine.high_throughput_streams = lambda device: streams
     low_latency_engine.low_latency_streams = lambda device: streams
+    make_control = low_latency_engine.control_of
+
+    def control_of(*given: Any) -> _C.LowLatency:
+        control = make_control(*given)
+        control.set_caller(streams)
+        return control
+
+    low_latency_engine.control_of = control_of
     low_latency_sms.for_device = lambda device, sharing: PRESENT
     sms.for_dispatch = sms.for_combine = lambda *shape: sms.KernelSms(2, 3)
     torch.cuda.synchronize = lambda device=None: streams.drain()

@@ -119,6 +119,10 @@ void bind_low_latency_engine(py::module_& m) {
              engine.comm = &comm.cast<const Comm&>();
              engine.comm_object = Object(kept(comm));
            })
+      .def("set_caller",
+           [](LowLatency& engine, const py::object& streams) {
+             engine.caller = [streams] { return streams.attr("caller")().cast<uint64_t>(); };
+           })
       .def("un_received", &LowLatency::un_received)
       .def("forget", &LowLatency::forget)
       .def("close", &LowLatency::close)

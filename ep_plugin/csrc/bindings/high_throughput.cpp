@@ -55,9 +55,10 @@ void set_kernels(HighThroughput& engine, const py::object& kernels) {
 void set_streams(HighThroughput& engine, uint64_t send, uint64_t receive, const py::object& functions,
                  const std::shared_ptr<control::StreamOrder>& sending,
                  const std::shared_ptr<control::StreamOrder>& receiving) {
-  engine.streams = {send, receive, {}, {}, {}};
+  engine.streams = {send, receive, {}, {}};
+  engine.caller = {};
   if (!functions.is_none()) {
-    engine.streams.caller = [functions] { return functions.attr("caller")().cast<uint64_t>(); };
+    engine.caller = [functions] { return functions.attr("caller")().cast<uint64_t>(); };
     engine.streams.order = [functions](uint64_t later, uint64_t earlier) {
       const py::gil_scoped_acquire held;
       functions.attr("order_after")(later, earlier);

@@ -96,8 +96,8 @@ bool Engine::check() const {
 Object Engine::owner() const { return object_of(owner_.get()); }
 
 bool Engine::current_stream(uint64_t* stream) const {
-  *stream = 0;
-  if (!is_on_gpu()) return true;
+  *stream = caller ? caller() : 0;
+  if (caller || !is_on_gpu()) return true;
   const Object device(PyObject_CallNoArgs(python_objects().current_device));
   void* current = nullptr;
   if (!device || PyLong_AsLongLong(device.get()) != device_index ||

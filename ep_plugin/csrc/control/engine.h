@@ -1,6 +1,7 @@
 // One communicator, as the host path sees it, and a thread's turn on its device.
 #pragma once
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <string>
@@ -70,7 +71,8 @@ class Engine {
   // Returns the fields of a handle that the communicator has made, or null.
   PyObject* const* fields_of(PyObject* handle) const;
 
-  Object number, serves;  // of the communicator; the integration that counts its operations
+  Object number, serves;             // of the communicator; the integration that counts its operations
+  std::function<uint64_t()> caller;  // tests: returns the caller's stream in PyTorch's place
 
  private:
   friend class Turn;

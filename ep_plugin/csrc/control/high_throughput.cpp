@@ -35,12 +35,6 @@ bool Expected::guess(int64_t num_tokens, int64_t topk, Rows* room) const {
   return true;
 }
 
-bool HighThroughput::caller_stream(uint64_t* stream) const {
-  if (!streams.caller) return current_stream(stream);
-  *stream = streams.caller();
-  return !PyErr_Occurred();
-}
-
 int64_t HighThroughput::room_for(int pool, int64_t needed) const {
   return needed <= comm->pool_bytes[pool] ? needed : std::max(needed + needed / 4, kLeastPool);
 }
@@ -69,7 +63,7 @@ bool HighThroughput::wait_totals(uint64_t ticket) const {
 
 bool HighThroughput::join(bool has_received) const {
   uint64_t caller = 0;
-  return caller_stream(&caller) && run([&] {
+  return current_stream(&caller) && run([&] {
            order(caller, streams.send);
            if (has_received) order(caller, streams.receive);
          });

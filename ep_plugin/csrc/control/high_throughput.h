@@ -24,10 +24,9 @@ struct HighThroughputKernels {
   std::function<void(const CombineSendArgs&, const CombineRecvArgs&)> combine;
 };
 
-// The streams of kernels that send and that receive. Without functions, the caller's stream is PyTorch's current one.
+// The streams of kernels that send and that receive.
 struct OperationStreams {
   uint64_t send = 0, receive = 0;
-  std::function<uint64_t()> caller;
   std::function<void(uint64_t later, uint64_t earlier)> order;  // empty: nothing needs ordering
   // Orders `send` or `receive` as StreamOrder::enter() does. Empty: kernels wait for nobody's SMs.
   std::function<void(uint64_t stream, int sms, int needed)> take;
@@ -101,8 +100,6 @@ class HighThroughput : public Engine, public std::enable_shared_from_this<HighTh
   // Whether whole operations may run in C now. Python runs those that are recorded, and completes those in flight.
   bool may_run() const { return !is_busy && !checks_ids && !has_ranges && !is_recording(); }
   bool is_flat() const { return layout == kFlat; }
-  // Sets the caller's stream. Returns false with Python's error set if the device is not the current one.
-  bool caller_stream(uint64_t* stream) const;
   void order(uint64_t later, uint64_t earlier) const {
     if (streams.order) streams.order(later, earlier);
   }

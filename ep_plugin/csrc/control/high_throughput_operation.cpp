@@ -211,7 +211,7 @@ DispatchSendArgs Dispatch::send_args() const {
 bool Dispatch::start() {
   HighThroughput& engine = *engine_;
   uint64_t caller = 0;
-  if (!engine.caller_stream(&caller) || !make_small_results()) return false;
+  if (!engine.current_stream(&caller) || !make_small_results()) return false;
   if (is_fresh() && !is_bounded()) ticket_ = engine.next_ticket();
   const int64_t needed = pool_bytes();
   if (needed >= 0) {
@@ -244,7 +244,7 @@ bool Dispatch::send_and_receive_in_one() {
   uint64_t caller = 0;
   bool sends_again = false;
   if (ticket_ != 0 && !wait_totals()) return false;
-  if (!reserve_by_totals(&sends_again) || !make_output(output_rows()) || !engine.caller_stream(&caller)) return false;
+  if (!reserve_by_totals(&sends_again) || !make_output(output_rows()) || !engine.current_stream(&caller)) return false;
   const DispatchSendArgs send = send_args();
   recv_.num_sms = plan_.sms.sending;
   recv_.stream = engine.streams.send;
@@ -272,7 +272,7 @@ bool Dispatch::receive_by_totals() {
   Rows room{};
   bool is_early = false, sends_again = false;
   if (is_sent_ && !receive_early(&room, &is_early)) return false;
-  if (!engine.caller_stream(&caller)) return false;
+  if (!engine.current_stream(&caller)) return false;
   if (is_sent_ && !is_early) {
     const WaitForSenderArgs wait = wait_for_sender(kDispatchRecv, true);
     const bool is_ordered = engine.run([&] {
@@ -320,7 +320,7 @@ bool Dispatch::receive_early(Rows* room, bool* is_early) {
 bool Dispatch::receive(bool waits_for_sender) {
   HighThroughput& engine = *engine_;
   uint64_t caller = 0;
-  if (!engine.caller_stream(&caller)) return false;
+  if (!engine.current_stream(&caller)) return false;
   const WaitForSenderArgs wait = wait_for_sender(kDispatchRecv, is_fresh());
   const bool is_received = engine.run(
       [&] {
@@ -485,7 +485,7 @@ bool Combine::start() {
   HighThroughput& engine = *engine_;
   uint64_t caller = 0;
   const bool is_one_kernel = plan_.sms.receiving == 0;
-  if (!engine.caller_stream(&caller) || !engine.reserve(kCombinePool, pool_bytes())) return false;
+  if (!engine.current_stream(&caller) || !engine.reserve(kCombinePool, pool_bytes())) return false;
   if (is_one_kernel && !make_sums()) return false;
   send_.comm = recv_.comm = *engine.comm;
   send_.routing = recv_.routing = routing_;
@@ -512,7 +512,7 @@ bool Combine::finish() {
   HighThroughput& engine = *engine_;
   if (is_enqueued_) return record() && engine.join(false);
   uint64_t caller = 0;
-  if (!make_sums() || !engine.caller_stream(&caller)) return false;
+  if (!make_sums() || !engine.current_stream(&caller)) return false;
   const WaitForSenderArgs wait = wait_for_sender(kCombineRecv, false);
   const bool is_received = engine.run(
       [&] {
