@@ -101,10 +101,7 @@ void bind_structs(py::module_& m) {
       .field("pair_pos", &Routing::pair_pos)
       .field("meta", &Routing::meta)
       .field("recv_rows", &Routing::recv_rows)
-      .field("slots", &Routing::slots)
-      .def("lies_at", [](const Routing& routing, Address topk_ids, Address plan, Address recv_rows) {
-        return routing.topk_ids == topk_ids && routing.meta == plan && routing.recv_rows == recv_rows;
-      });
+      .field("slots", &Routing::slots);
   auto header = Struct<Header>(m, "Header");
   py::list names;
   for (const auto& [name, word] : kHeaderWords) {
@@ -281,7 +278,6 @@ void bind_node_args(py::module_& m) {
 void bind_sizes(py::module_& m) {
   m.def("control_bytes", [](int ranks, int experts) { return control_layout(ranks, experts).bytes; });
   Struct<MetaLayout>(m, "MetaLayout")
-      .field("rank_prefix", &MetaLayout::rank_prefix)
       .field("rank_count", &MetaLayout::rank_count)
       .field("expert_count", &MetaLayout::expert_count)
       .field("send_base", &MetaLayout::send_base)

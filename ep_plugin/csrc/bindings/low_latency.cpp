@@ -23,8 +23,6 @@ constexpr std::pair<const char*, int32_t LlHeader::*> kLlHeaderNames[] = {
 static_assert(std::size(kLlHeaderNames) == kLlHeaderFields, "every word of the header has a name");
 
 void bind_constants(py::module_& m) {
-  m.attr("ll_max_tokens") = kLlMaxTokens;
-  m.attr("ll_max_experts") = kLlMaxExperts;
   m.attr("ll_few_pairs") = kLlFewPairs;
   m.attr("ll_logfmt_group") = kLlLogfmtGroup;
   m.attr("ll_state_bytes") = sizeof(LlState);

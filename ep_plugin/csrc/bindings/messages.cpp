@@ -9,7 +9,6 @@ void bind_messages(py::module_& m) {
   using cpu::Messages;
   using Unlocked = py::call_guard<py::gil_scoped_release>;
   m.attr("max_message_channels") = kMaxMessageChannels;
-  m.attr("lane_bytes") = kLaneCells * kLaneCellBytes;
   m.def("message_memory_bytes", &message_memory_bytes);
   Struct<Message>(m, "Message")
       .field("peer", &Message::peer)
