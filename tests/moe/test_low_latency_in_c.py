@@ -84,6 +84,22 @@ class _Subclass(torch.Tensor):
     pass
 
 
+def _own_memory(rank: int, size: int) -> None:
+    """PyTorch may not find two results of an operator in one storage."""
+    x, ids = torch.randn(4, 128).bfloat16(), torch.tensor([[0, 1]] * 4)
+    with low_latency(Case(tokens=(4,), num_experts=4, hidden=128, topk=2)) as comm:
+        for _ in range(2):
+            made = torch.ops.ep_plugin.dispatch(x, ids, None, None, None, None, [], comm.number, 0)
+            again = torch.ops.ep_plugin.dispatch(x, ids, None, None, None, None, list(made[8:10]), comm.number, 0)
+            for results in (made, again):
+                held = [one.untyped_storage().data_ptr() for one in results if one.numel()]
+                assert len(held) == len(set(held)) > 2
+
+
+def test_each_result_of_the_operator_has_its_own_memory() -> None:
+    on_ranks(1, _own_memory)
+
+
 def _checked(rank: int, size: int) -> None:
     """After calls of a known form: each of these is checked again, and is right or refused."""
     comm, checks = low_latency(replace(CASE, tokens=(4,) * size)), Checks()

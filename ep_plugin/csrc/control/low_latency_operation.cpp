@@ -126,8 +126,7 @@ bool LowLatencyDispatch::prepare(const Given& given) {
   return true;
 }
 
-// One block of int32 has all small results. Each begins where a tensor of its own might. A Buffer's plan has a storage
-// of its own.
+// A Buffer's plan has a storage of its own. So has each result of the operator.
 bool LowLatencyDispatch::allocate(Turn& turn) {
   static const int32_t int32 = dtype_number("int32");
   static PyObject* const view_name = interned("view");
@@ -135,39 +134,24 @@ bool LowLatencyDispatch::allocate(Turn& turn) {
   const LlPlanLayout& layout = plan_.layout;
   const bool is_for_buffer = door_ == Door::kBuffer, has_handle = !is_for_buffer && is_fresh_;
   const int64_t local = engine_->local_experts, topk = op.op.header.topk;
-  int64_t words = 0;
-  auto place = [&](int64_t needed) { return std::exchange(words, words + aligned(needed)); };
-  if (!is_for_buffer) place(layout.words);
-  const int64_t at_ids = place(has_handle ? num_tokens_ * topk : 0), at_counts = place(local),
-                at_offsets = place(local + 1);
-
+  std::vector<Part> parts{{&counts_, local, 0, &op.expert_count},
+                          {is_for_buffer ? nullptr : &offsets_, local + 1, 0, &op.expert_offset}};
+  if (!is_for_buffer) parts.push_back({has_handle ? &words_ : &unseen_words_, layout.words, 0, &op.plan});
+  op.topk_ids = 0;
+  if (has_handle) parts.push_back({&topk_ids_, num_tokens_, topk, &op.topk_ids});
   Results made = engine_->new_results();
   std::vector<Object*> owners;
-  auto view = [&](Object& owner, size_t of, std::initializer_list<int64_t> sizes, int64_t begin) {
-    owners.push_back(&owner);
-    return made.view(of, sizes, begin);
-  };
-  Address block = 0;
-  bool is_made = made.empty({words}, int32, &block);
-  op.plan = block;
-  if (is_for_buffer) is_made = is_made && made.empty({layout.words}, int32, &op.plan);
-  is_made = is_made && view(counts_, 0, {local}, at_counts);
+  if (!make_parts(made, owners, parts, door_ != Door::kOperator)) return false;
   if (is_for_buffer) {
+    const size_t plan = made.size();
     const int64_t ranks = engine_->comm->num_ranks;
-    is_made = is_made && view(src_info_, 1, {local, ranks * op.op.header.max_tokens}, layout.src_info) &&
-              view(layout_range_, 1, {local, 2 * ranks}, layout.layout_range);
-  } else {
-    is_made = is_made && view(offsets_, 0, {local + 1}, at_offsets);
+    if (!made.empty({layout.words}, int32, &op.plan) ||
+        !made.view(plan, {local, ranks * op.op.header.max_tokens}, layout.src_info) ||
+        !made.view(plan, {local, 2 * ranks}, layout.layout_range))
+      return false;
+    owners.insert(owners.end(), {nullptr, &src_info_, &layout_range_});
   }
-  if (has_handle)
-    is_made = is_made && view(topk_ids_, 0, {num_tokens_, topk}, at_ids) && view(words_, 0, {layout.words}, 0);
-  if (!is_made || !allocate_rows(made, owners, turn)) return false;
-  if (is_for_buffer) made.drop(1);
-  made.drop(0);
-  if (!give(made, owners)) return false;
-  op.topk_ids = has_handle ? block + 4 * at_ids : 0;
-  op.expert_count = block + 4 * at_counts;
-  op.expert_offset = block + 4 * at_offsets;
+  if (!allocate_rows(made, owners, turn) || !give(made, owners)) return false;
   if (is_for_buffer) layout_range_ = call(layout_range_.get(), view_name, python_objects().int64);
   return !is_for_buffer || layout_range_;
 }

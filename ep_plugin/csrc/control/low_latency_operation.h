@@ -94,6 +94,7 @@ class LowLatencyDispatch : public LowLatencyOperation {
   Object max_tokens_, num_experts_;
   Object rows_, scales_, counts_, offsets_;
   Object topk_ids_, words_;         // the routing, for MoECommunicator
+  Object unseen_words_;             // the plan of a dispatch that returns none
   Object src_info_, layout_range_;  // for Buffer
 };
 
