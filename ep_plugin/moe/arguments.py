@@ -200,11 +200,16 @@ def check_handle_tensors(engine: Engine, name: str, handle: DispatchHandle, num_
     check_tensors(**{f"{name}.totals": totals})
     check_handle_words(engine, name, topk_ids=handle.topk_ids, plan=handle.plan, recv_rows=handle.recv_rows)
     check_memory(f"{name}.totals", totals)
-    if totals.device.type != "cpu" or totals.dtype is not torch.int64 or totals.shape not in ((1,), (num_totals,)):
+    sizes = (1,), (num_totals,)
+    if totals.device.type != "cpu" or totals.dtype is not torch.int64 or totals.shape not in sizes:
         raise ValueError(
             f"{name}.totals: expected 1 or {num_totals} torch.int64 in host memory, got shape "
             f"{tuple(totals.shape)} of {totals.dtype} on {totals.device}"
         )
+    if not totals.is_contiguous():
+        raise ValueError(f"{name}.totals: expected a contiguous tensor, got strides {tuple(totals.stride())}")
+    if len(totals) == 1 and engine.config.max_tokens_per_rank is None:
+        raise ValueError(f"{name}.totals: expected {num_totals} totals without max_tokens_per_rank, got 1")
 
 
 def check_handle_words(

@@ -150,6 +150,7 @@ class InFlight:
             if operation.capture:
                 self._started = None  # its kernels are in the graph and have not run
             raise self._torn(operation, capture)
+        engine.check_turn(operation.name)  # an operation that cannot run now stays in flight
         self._started = None
         nbytes = operation.rows.nbytes
         operation.result = engine.run(

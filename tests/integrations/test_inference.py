@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ep_plugin import MoECommunicator, NotSupported
 from tests.integrations import inference_cases as cases
 from tests.integrations.logs import logged_warnings
+from tests.moe.moe_cases import poisoned
 from tests.ranks import run_ranks, values
 
 transformers = pytest.importorskip("transformers", minversion="5.23")
@@ -106,27 +106,10 @@ def _difference(model: torch.nn.Module, alone: torch.nn.Module, rank: int) -> fl
     return float((_logits(model, tokens) - expected).abs().max() / expected.abs().max())
 
 
-@contextlib.contextmanager
-def _poisoned() -> Iterator[None]:
-    """The rows that nobody has are NaN."""
-    from ep_plugin.moe.low_latency import dispatch
-
-    stock = dispatch.empty_result
-
-    def poisoned(*args: Any) -> Any:
-        made = stock(*args)
-        made.tokens.fill_(torch.nan)
-        return made
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dispatch, "empty_result", poisoned)
-        yield
-
-
 @_check
 def _implementations(rank: int, folder: Path) -> dict[str, float]:
     differences = {}
-    with _poisoned():
+    with poisoned():
         for kind in cases.KINDS:
             alone = cases.load(folder / kind, 0)
             for experts in ("grouped_mm", "batched_mm", "eager"):
@@ -226,7 +209,7 @@ def _no_tokens(rank: int, folder: Path) -> list[list[float]]:
     for counts in ((3, 0), (0, 0), (0, 4)):
         x = torch.arange(1.0, 1 + counts[rank]).unsqueeze(1).expand(-1, 8)
         ids = torch.tensor([[0, 3]]).expand(len(x), 2)
-        with _poisoned():
+        with poisoned():
             results.append(exchange(x, ids, torch.full((len(x), 2), 0.5))[:, 0].tolist())
     return results
 

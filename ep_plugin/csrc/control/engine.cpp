@@ -157,6 +157,8 @@ bool Turn::may_run() {
 bool Turn::begin(PyObject* kind, PyObject* part, int64_t nbytes, const Call* continues) {
   static PyObject* const used_name = interned("used_by_this_thread");
   if (!engine_.log_->begin(call_, kind, part, nbytes, continues)) return false;
+  is_running_ = PyDict_SetItem(engine_.running_.get(), engine_.device_.get(), owner()) == 0;
+  if (!is_running_) return false;
   const uint64_t thread = PyThreadState_GetID(PyThreadState_Get());
   if (engine_.thread_ != thread && !call(owner(), used_name)) return false;
   engine_.thread_ = thread;
@@ -168,9 +170,8 @@ bool Turn::begin(PyObject* kind, PyObject* part, int64_t nbytes, const Call* con
   }
   announce(activity);
   kind_ = Object::borrowed(kind);
-  is_running_ = PyDict_SetItem(engine_.running_.get(), engine_.device_.get(), owner()) == 0;
-  engine_.num_calls += is_running_;
-  return is_running_;
+  ++engine_.num_calls;
+  return true;
 }
 
 bool Turn::ended() {

@@ -12,6 +12,14 @@ int32_t int32_number() {
   static const int32_t number = dtype_number("int32");
   return number;
 }
+PyObject* dispatch_name() {
+  static PyObject* const name = interned("dispatch");
+  return name;
+}
+PyObject* combine_name() {
+  static PyObject* const name = interned("combine");
+  return name;
+}
 int32_t int64_number() {
   static const int32_t number = dtype_number("int64");
   return number;
@@ -76,7 +84,7 @@ bool HighThroughputOperation::record() {
 // -- dispatch ---------------------------------------------------------------------------------------------------------
 
 Dispatch::Dispatch(std::shared_ptr<HighThroughput> engine, const Given& given)
-    : HighThroughputOperation(std::move(engine), interned("dispatch"), given.door),
+    : HighThroughputOperation(std::move(engine), dispatch_name(), given.door),
       has_handle_(given.routing != nullptr),
       given_handle_(Object(Py_XNewRef(given.handle))) {
   Inputs inputs;
@@ -88,11 +96,12 @@ Dispatch::Dispatch(std::shared_ptr<HighThroughput> engine, const Given& given)
   nbytes_ = bytes_of(x);
   // The rows of a known routing differ from call to call. So its capacity is no part of the key, and use() checks it.
   const bool is_free = has_handle_ && PyLong_CheckExact(given.capacity);
+  if (has_handle_ && !is_free && given.capacity != Py_None) return;  // True would have the key of a number
   settings_ = {Object::borrowed(is_free ? Py_True : given.capacity), Object::borrowed(given.quantize)};
   if (is_free) {
     int overflow = 0;
     given_capacity_ = PyLong_AsLongLongAndOverflow(given.capacity, &overflow);
-    if (overflow != 0 || given_capacity_ < 0) return;
+    if (overflow != 0 || given_capacity_ < 0 || given_capacity_ > INT32_MAX) return;
   }
   send_.x = address_of(x);
   send_.x_stride = x.strides[0] * x.type_bits / 8;
@@ -103,13 +112,12 @@ Dispatch::Dispatch(std::shared_ptr<HighThroughput> engine, const Given& given)
   topk_ = ids.shape[1];
   ids_ = address_of(ids);
   id_bytes_ = ids.type_bits / 8;
-  BadId bad;
-  if (!engine_->is_on_gpu() && id_bytes_ >= 4 &&
-      find_bad_id(ids_, id_bytes_, num_tokens_, topk_, engine_->num_experts, &bad))
-    return;
   is_readable_ = true;
   const DispatchPlan* plan = engine_->dispatches.find(std::string(form_), Door::kCommunicator, settings());
-  if (plan != nullptr) use(*plan);
+  BadId bad;
+  if (plan != nullptr &&
+      (engine_->is_on_gpu() || !find_bad_id(ids_, id_bytes_, num_tokens_, topk_, engine_->num_experts, &bad)))
+    use(*plan);
 }
 
 void Dispatch::learn(const DispatchPlan& plan) {
@@ -435,7 +443,7 @@ Object Dispatch::made() const {
 // -- combine ----------------------------------------------------------------------------------------------------------
 
 Combine::Combine(std::shared_ptr<HighThroughput> engine, const Given& given)
-    : HighThroughputOperation(std::move(engine), interned("combine"), given.door) {
+    : HighThroughputOperation(std::move(engine), combine_name(), given.door) {
   Inputs inputs;
   DLTensor y, weights, bias, extra;
   if (!read_handle(inputs, given.routing)) return;
