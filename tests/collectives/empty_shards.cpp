@@ -8,6 +8,7 @@
 int main() {
   using namespace ep;
   Comm comm[2] = {};
+  Address control[2] = {};
   for (int rank = 0; rank < 2; ++rank) {
     comm[rank].rank = rank;
     comm[rank].num_ranks = comm[rank].num_experts = 2;
@@ -15,9 +16,10 @@ int main() {
     comm[rank].timeout_ns = 10'000'000'000;
     comm[rank].state = reinterpret_cast<Address>(std::aligned_alloc(4096, 1 << 20));
     comm[rank].board = reinterpret_cast<Address>(std::aligned_alloc(4096, 1 << 20));
-    comm[0].control[rank] = comm[1].control[rank] = reinterpret_cast<Address>(std::aligned_alloc(4096, 4 << 20));
-    for (auto [address, bytes] : {std::pair{comm[rank].state, 1 << 20}, {comm[rank].board, 1 << 20},
-                                  {comm[0].control[rank], 4 << 20}})
+    comm[rank].control = reinterpret_cast<Address>(control);
+    comm[rank].own_control = control[rank] = reinterpret_cast<Address>(std::aligned_alloc(4096, 4 << 20));
+    for (auto [address, bytes] :
+         {std::pair{comm[rank].state, 1 << 20}, {comm[rank].board, 1 << 20}, {control[rank], 4 << 20}})
       std::fill_n(reinterpret_cast<char*>(address), bytes, 0);
   }
   const auto run = [&](int rank) {
