@@ -64,6 +64,10 @@ def _communicators(rank: int, size: int) -> None:
             said = "topk_ids: expected at most 4 tokens, by its plan, got 8" if config is LL else "plan: expected shape"
             _refused(f"^handle.{said}", comm.combine, out.tokens, longer)
             _refused(f"^previous_handle.{said}", comm.dispatch, x, ids, previous_handle=longer)
+            if config is HT:
+                apart = handle._replace(totals=torch.stack([handle.totals] * 2, 1)[:, 0])
+                _refused("totals: expected a contiguous tensor", comm.combine, out.tokens, apart, row_weights)
+                _refused("topk_ids: expected a contiguous", comm.dispatch, x, ids.T.contiguous().T, weights)
             assert torch.equal(comm.combine(out.tokens, handle, row_weights), sums)  # nobody was disturbed
 
 
@@ -84,6 +88,8 @@ def _bounded(rank: int, size: int) -> None:
         _refused("bias: expected shape", comm.combine, many.tokens, of_many, bias=x[:2])
         given = x, ids, weights
         _refused("capacity: expected .* rows, which", comm.dispatch, *given, None, of_many, size * 4)
+        _refused("capacity: expected an integer", comm.dispatch, *given, None, of_many, True)
+        _refused("capacity: expected at most", comm.dispatch, *given, None, of_many, 2**31)
         _refused("topk_ids: expected the shape", comm.dispatch, x[:2], ids[:2], None, None, of_many, size * 8)
         given = x[:2], ids[:2], weights[:2]
         _refused("capacity: expected .* rows, which", comm.dispatch, *given, None, of_many, size * 4)
