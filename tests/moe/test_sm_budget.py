@@ -11,6 +11,7 @@ import pytest
 
 from ep_plugin import _C
 from ep_plugin.config import DispatchLayout, in_one_kernel
+from ep_plugin.runtime.streams import Streams
 from tests.moe.moe_cases import Case, communicator, make_inputs
 from tests.ranks import run_ranks, values
 
@@ -188,13 +189,21 @@ def test_what_may_run_at_once_fits(seed: int) -> None:
                 assert sum(sizes[one] for one in some) <= SMS, some
 
 
+class _Takes(Streams):
+    def __init__(self, events: list[tuple[str, int, int]]) -> None:
+        self._events = events
+
+    def take(self, stream: int, sms: int, needed: int) -> None:
+        self._events.append(("take", sms, needed))
+
+
 class Launches:
     """The kernels of a communicator. events: of each launch, and of each call of `Streams.take`, what it was given."""
 
     def __init__(self, engine: Any) -> None:
         self._kernels, self.events = engine.kernels, list[tuple[str, int, int]]()
         engine.kernels = self
-        engine.streams.take = lambda stream, sms, needed: self.events.append(("take", sms, needed))
+        engine.streams = _Takes(self.events)
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         kernel = getattr(self._kernels, name)

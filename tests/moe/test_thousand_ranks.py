@@ -21,6 +21,7 @@ from ep_plugin.moe.across_nodes.dispatch import DispatchAcrossNodes
 from ep_plugin.moe.across_nodes.legs import Leg, num_chunks
 from ep_plugin.moe.across_nodes.nodes import Nodes
 from ep_plugin.moe.across_nodes.routing import NodesRouting
+from ep_plugin.moe.high_throughput.sms import KernelSms
 from ep_plugin.runtime.streams import Streams
 from ep_plugin.transport.topology import NodeMap, RankReport, build_node_map
 
@@ -88,7 +89,8 @@ def an_engine(node_map: NodeMap) -> Any:
         streams=Streams(),
         timeout_s=60.0,
         kernels=SimpleNamespace(pack=lambda args: None),
-        dispatch_sms=lambda *sizes: SimpleNamespace(sending=1),
+        dispatch_sms=lambda *sizes: KernelSms(1, 1),
+        take_sms=lambda chosen: None,
     )
 
 
