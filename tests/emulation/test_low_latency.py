@@ -162,7 +162,7 @@ def test_options_that_graphs_replay() -> None:
 def test_statistics_that_graphs_add_to() -> None:
     added = _on_ranks(3, low_latency_graphs.counted, 2)
     del added[low_latency_graphs.LATE]
-    assert min(map(min, added)) > low_latency_graphs.LATE_S / 10, added  # the others may be late, too
+    assert min(map(min, added)) > low_latency_graphs.LATE_S / 2, added
 
 
 def test_no_kernel_waits_between_the_halves() -> None:

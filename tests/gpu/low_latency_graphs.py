@@ -289,7 +289,7 @@ def replayed_options(rank: int, size: int, name: str, replays: int) -> int:
     return replays
 
 
-LATE, LATE_S = 1, 0.3  # the rank that is late, and for how long
+LATE, LATE_S = 1, 1.0  # the rank that is late, and for how long
 
 
 def counted(rank: int, size: int, replays: int) -> list[float]:

@@ -6,6 +6,7 @@ On CPUs the totals are always there in time, so `denies_totals` makes the host b
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import resource
 import signal
@@ -116,22 +117,23 @@ def test_rows_or_slots_alone_may_outgrow_an_early_output(alike: tuple[int, int],
 
 def _memory_for_no_more(rank: int, size: int) -> None:
     """Rank 0 cannot allocate the expected output, but can allocate the output that is needed."""
-    hidden = 2**18  # so SPARE_ROWS rows take 256 MiB
+    hidden = 2**19  # so SPARE_ROWS rows take 512 MiB
     inputs = make_inputs(Case(tokens=(4,) * size, num_experts=2 * size, drop=0.0, hidden=hidden))
     with communicator(inputs.case, timeout_s=20, hidden_size=hidden) as comm:
         kernels = _hurry(comm)
         round_trip(comm, inputs, inputs.expected(FLAT))
         wanted, before = inputs.expected(FLAT), resource.getrlimit(resource.RLIMIT_AS)
+        gc.collect()  # of the round trip
         used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         if rank == 0:
-            resource.setrlimit(resource.RLIMIT_AS, (used + 2**27, before[1]))
+            resource.setrlimit(resource.RLIMIT_AS, (used + 2**26, before[1]))
         try:
             out, _ = comm.dispatch(inputs.x[rank], inputs.ids[rank], inputs.weights[rank])
         finally:
             resource.setrlimit(resource.RLIMIT_AS, before)
         check_dispatch(out, wanted[rank])
         early = kernels.since_last()
-        assert early in ([False, False], [False, True]) if rank == 0 else early == [False, True], early
+        assert early == [False, rank != 0], early
 
 
 def test_want_of_memory_for_more_than_comes_is_no_error() -> None:
