@@ -562,7 +562,7 @@ class HighThroughput:
         /,
     ) -> None: ...
     def set_facts(
-        self, layout: int, alignment: int, size: int, num_experts: int, max_tokens: int, timeout_ns: int, /
+        self, layout: int, alignment: int, size: int, num_experts: int, max_tokens: int, totals_ns: int, /
     ) -> None:
         """Sets what holds as long as the communicator, of the ranks of this node. max_tokens: -1 for no bound."""
 
@@ -650,12 +650,11 @@ class Dispatch(HighThroughputOperation):
         id_dtype: str,
         quantize: int,
         element: int,
-        totals: Tensor | None,
         capacity: int,
         /,
     ) -> None:
-        """Makes calls like this one known. dtype, scale_dtype, id_dtype: names of the output's dtypes. totals,
-        capacity: None and -1 if the host waits for the totals."""
+        """Makes calls like this one known. dtype, scale_dtype, id_dtype: names of the output's dtypes. capacity: -1 if
+        the host waits for the totals."""
 
 class Combine(HighThroughputOperation):
     def learn(

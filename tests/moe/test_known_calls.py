@@ -93,6 +93,9 @@ def _bounded(rank: int, size: int) -> None:
         _refused("topk_ids: expected the shape", comm.dispatch, x[:2], ids[:2], None, None, of_many, size * 8)
         given = x[:2], ids[:2], weights[:2]
         _refused("capacity: expected .* rows, which", comm.dispatch, *given, None, of_many, size * 4)
+        _, written = comm.dispatch(x, ids, weights, capacity=size * 8)
+        written.totals[0] = 3  # the caller owns a handle, so nobody else sees this
+        assert of_many.totals.item() == comm.dispatch(x, ids, weights, capacity=size * 8)[1].totals.item() == size * 8
         _refused("scales: expected None with quantize", comm.dispatch, x, ids, None, scales, None, size * 8, "e4m3")
 
 

@@ -115,14 +115,14 @@ void bind_engine(py::module_& m) {
           }))
       .def("set_facts",
            [](HighThroughput& engine, int layout, int alignment, int size, int num_experts, int64_t max_tokens,
-              int64_t timeout_ns) {
+              int64_t totals_ns) {
              engine.layout = layout;
              engine.alignment = alignment;
              engine.size = size;
              engine.num_experts = num_experts;
              engine.local_experts = num_experts / size;
              engine.max_tokens = max_tokens;
-             engine.timeout_ns = timeout_ns;
+             engine.totals_ns = totals_ns;
            })
       .def("set_comm",
            [](HighThroughput& engine, const py::object& comm) {
@@ -198,23 +198,21 @@ void bind_operations(py::module_& m) {
       .def("results", [](const HighThroughputOperation& operation) { return returned(operation.results()); })
       .def("tensors", [](const HighThroughputOperation& operation) { return returned(operation.tensors()); });
   py::class_<Dispatch, HighThroughputOperation, std::shared_ptr<Dispatch>>(m, "Dispatch")
-      .def("learn",
-           [](Dispatch& operation, const Header& header, const std::pair<int, int>& sms, int64_t columns,
-              const std::string& dtype, int64_t scale_columns, const std::string& scale_dtype,
-              const std::string& id_dtype, int quantize, int element, const py::object& totals, int64_t capacity) {
-             operation.learn({header,
-                              {sms.first, sms.second},
-                              columns,
-                              scale_columns,
-                              number_of(dtype),
-                              number_of(scale_dtype),
-                              float_number(header.weight_bytes),
-                              number_of(id_dtype),
-                              quantize,
-                              element,
-                              capacity,
-                              object_of(totals)});
-           });
+      .def("learn", [](Dispatch& operation, const Header& header, const std::pair<int, int>& sms, int64_t columns,
+                       const std::string& dtype, int64_t scale_columns, const std::string& scale_dtype,
+                       const std::string& id_dtype, int quantize, int element, int64_t capacity) {
+        operation.learn({header,
+                         {sms.first, sms.second},
+                         columns,
+                         scale_columns,
+                         number_of(dtype),
+                         number_of(scale_dtype),
+                         float_number(header.weight_bytes),
+                         number_of(id_dtype),
+                         quantize,
+                         element,
+                         capacity});
+      });
   py::class_<Combine, HighThroughputOperation, std::shared_ptr<Combine>>(m, "Combine")
       .def("learn", [](Combine& operation, const Header& header, const std::pair<int, int>& sms,
                        const std::string& dtype, int element, bool is_per_row, bool has_wide_bias) {

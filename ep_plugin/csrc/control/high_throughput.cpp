@@ -11,7 +11,6 @@ namespace {
 constexpr int64_t kSpareRows = 256;
 constexpr int64_t kMostSpread = 16;  // remembered counts may differ by this part of the largest, plus kSpareRows
 constexpr int64_t kLeastPool = 4096;
-constexpr int64_t kSecond = 1'000'000'000;
 
 }  // namespace
 
@@ -56,8 +55,7 @@ bool HighThroughput::has_totals(uint64_t ticket) const {
 bool HighThroughput::wait_totals(uint64_t ticket) const {
   static PyObject* const overdue = interned("totals_are_overdue");
   WaitResult result = kReady;
-  // The kernel's deadline starts later, passes first, and says more.
-  if (!run_unlocked([&] { result = wait_ticket(board, ticket, 2 * timeout_ns + 5 * kSecond); })) return false;
+  if (!run_unlocked([&] { result = wait_ticket(board, ticket, totals_ns); })) return false;
   return result == kReady || call_owner(overdue);  // which raises
 }
 

@@ -57,7 +57,7 @@ class Expected {
   int64_t count_ = 0, num_tokens_ = -1, topk_ = -1;
 };
 
-// What all dispatches of one key share.
+// Facts that all dispatches of one key share.
 struct DispatchPlan {
   Header header;
   Sms sms;
@@ -65,9 +65,8 @@ struct DispatchPlan {
   int32_t dtype, scale_dtype, weight_dtype, id_dtype;  // as PyTorch numbers them; weight_dtype -1: no weights travel
   int32_t quantize, element;                           // as in DispatchSendArgs
   int64_t capacity;                                    // rows of the output; -1: the host waits for the totals
-  Object totals;                                       // the handle's totals if there is a capacity
 };
-// What all combines of one key share.
+// Facts that all combines of one key share.
 struct CombinePlan {
   Header header;
   Sms sms;
@@ -81,8 +80,8 @@ class HighThroughput : public Engine, public std::enable_shared_from_this<HighTh
   // Facts that hold as long as the communicator.
   int32_t layout = kFlat, alignment = 1, size = 1, num_experts = 1, local_experts = 1;
   int64_t max_tokens = -1;  // of a rank; -1: the configuration has no bound
-  int64_t timeout_ns = 0;
-  Comm* comm = nullptr;  // of the object below
+  int64_t totals_ns = 0;    // the longest wait for totals. The kernel's own deadline passes first, and says more
+  Comm* comm = nullptr;     // of the object below
   Object comm_object;
 
   HighThroughputKernels kernels;

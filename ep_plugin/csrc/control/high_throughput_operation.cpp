@@ -181,10 +181,7 @@ bool Dispatch::make_small_results() {
 // Makes the totals and the counts for the host, in its memory.
 bool Dispatch::make_host_results() {
   const int64_t local = engine_->local_experts, num_totals = is_bounded() ? 1 : kTotals + local;
-  if (is_bounded() && (!is_fresh() || shares_memory)) {
-    handle_.totals = is_fresh() ? plan_.totals : handle_.totals;
-    return true;
-  }
+  if (is_bounded() && !is_fresh()) return true;
   Results made(kTorchCpu, 0);
   std::vector<Object*> owners;
   Address counts = 0, totals = 0;

@@ -11,7 +11,7 @@
 
 namespace ep::control {
 
-// Who calls.
+// The caller of an operation.
 enum class Door {
   kCommunicator,  // MoECommunicator's methods. Python takes calls that PyTorch must see, or that need a gradient
   kOperator,      // the operator below, and operations that were started: somebody above has seen to these
@@ -29,7 +29,7 @@ struct Settings {
 // nor of the types bool, int and str, and for numbers and text that no setting has.
 bool append_key(std::string& form, Door door, const Settings& settings);
 
-// What calls of one key share, by key.
+// Facts that calls of one key share, by key.
 template <class Plan>
 class Plans {
  public:

@@ -64,10 +64,6 @@ class Dispatch(HighThroughputOperation):
             columns = int(num_scales(x.shape[1]))
         elif scales is not None:
             columns, scale_dtype = scales.shape[1], scales.dtype
-        totals = None
-        if capacity is not None and not self._previous:
-            with torch.inference_mode(False):  # other calls use it, too
-                totals = torch.full((1,), capacity, dtype=torch.int64, device="cpu")
         operation.learn(
             engine.header(op, row_bytes, scale_bytes, weight_bytes, K, DTYPE_CODES[dtype], T),
             engine.dispatch_sms(T, row_bytes + scale_bytes, K, quantize is not None),
@@ -78,7 +74,6 @@ class Dispatch(HighThroughputOperation):
             name_of(call.topk_ids.dtype if engine.config.ids_as_given else torch.int32),
             int(quantize is not None),
             int(ELEMENTS[x.dtype]) if quantize is not None else 0,
-            totals,
             -1 if capacity is None else capacity,
         )
 

@@ -100,7 +100,7 @@ class HighThroughputEngine(GroupEngine):
         index = -1 if device.type == "cpu" else device.index
         control = _C.HighThroughput(self, running, device, self.call_log, name, self.boards.address, index)
         most = -1 if config.max_tokens_per_rank is None else config.max_tokens_per_rank
-        sizes = self.node_size, self.node_experts, most, int(self.timeout_s * 1e9)
+        sizes = self.node_size, self.node_experts, most, int(self._totals_s * 1e9)
         control.set_facts(self.layout, config.expert_alignment, *sizes)
         control.set_comm(self.comm)
         control.set_kernels(self._kernels)
@@ -281,10 +281,15 @@ class HighThroughputEngine(GroupEngine):
         self.control.wait_totals(ticket)
         return self.boards.totals(copy, expert_counts)
 
+    @property
+    def _totals_s(self) -> float:
+        """The longest wait for totals. The kernel's deadline starts later, passes first, and says more."""
+        return 2 * self.timeout_s + 5.0
+
     def totals_are_overdue(self) -> None:
         """Raises the error for totals that have not come."""
         self.check()
-        raise EpPluginError(f"{self.name}: the device did not finish step notify in its time")
+        raise EpPluginError(f"{self.name}: the device did not finish step notify in {self._totals_s:g} s")
 
     # -- errors --------------------------------------------------------------------------------------------------
 
