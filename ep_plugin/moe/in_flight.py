@@ -64,15 +64,10 @@ class Operation(ABC):
         """Returns every tensor that a kernel enqueued by `start` reads or writes."""
 
 
-class InFlight:
-    """The operations of one communicator. At most one is in flight."""
+class Serving:
+    """Holds the name of the integration that counts a communicator's operations, also for C."""
 
-    def __init__(self, engine: Any) -> None:
-        self._engine = engine  # a HighThroughputEngine
-        self.serves = ""
-        self._started: Operation | None = None
-        self._numbers = itertools.count(1)
-        self._by_number: weakref.WeakValueDictionary[int, Operation] = weakref.WeakValueDictionary()
+    _engine: Any
 
     @property
     def serves(self) -> str:
@@ -83,6 +78,17 @@ class InFlight:
     def serves(self, name: str) -> None:
         self._serves = name
         self._engine.control.set_serves(name)
+
+
+class InFlight(Serving):
+    """The operations of one communicator. At most one is in flight."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine  # a HighThroughputEngine
+        self.serves = ""
+        self._started: Operation | None = None
+        self._numbers = itertools.count(1)
+        self._by_number: weakref.WeakValueDictionary[int, Operation] = weakref.WeakValueDictionary()
 
     @property
     def _started(self) -> Operation | None:

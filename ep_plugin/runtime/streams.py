@@ -110,9 +110,6 @@ class HighThroughputStreams(Streams):
         for one in earlier:
             _C.order_streams(stream, one, self._index)
 
-    def take(self, stream: int, sms: int, needed: int) -> None:
-        self.orders[stream != self.send].enter(stream, sms, needed)
-
     def on(self, stream: int) -> contextlib.AbstractContextManager[Any]:
         return on_stream(self._send if stream == self.send else self._receive)
 

@@ -85,12 +85,14 @@ def check_memory(name: str, tensor: torch.Tensor) -> None:
     check_storage(name, tensor)
 
 
-def as_plain(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a tensor that has passed `check_memory`, as an object whose class is no subclass."""
-    if type(tensor) in PLAIN:
-        return tensor
+def as_plain(value: Any) -> Any:
+    """Returns `value` with its tensors as objects whose class is no subclass. It may be a tuple or a list of values."""
+    if isinstance(value, (tuple, list)):
+        return type(value)(map(as_plain, value))
+    if not isinstance(value, torch.Tensor) or type(value) in PLAIN:
+        return value
     with torch._C.DisableTorchFunctionSubclass():
-        return tensor.as_subclass(torch.Tensor)
+        return value.as_subclass(torch.Tensor)
 
 
 class KnownCalls:

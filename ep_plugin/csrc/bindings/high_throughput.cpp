@@ -156,6 +156,18 @@ void bind_engine(py::module_& m) {
            })
       .def("new_dispatch", &made_of<control::DispatchOfOperator>)
       .def("new_combine", &made_of<control::CombineOfOperator>)
+      .def(
+          "take_sms",
+          [](const HighThroughput& engine, const std::pair<int, int>& sms) {
+            engine.take_sms({sms.first, sms.second});
+          },
+          py::call_guard<py::gil_scoped_release>())
+      .def(
+          "take_receiving_sms",
+          [](const HighThroughput& engine, const std::pair<int, int>& sms) {
+            engine.take_receiving_sms({sms.first, sms.second});
+          },
+          py::call_guard<py::gil_scoped_release>())
       .def("room_for", &HighThroughput::room_for)
       .def("reserve", [](HighThroughput& engine, int pool, int64_t nbytes) { require(engine.reserve(pool, nbytes)); })
       .def("next_ticket", &HighThroughput::next_ticket)

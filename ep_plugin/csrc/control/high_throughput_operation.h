@@ -160,6 +160,9 @@ PyObject* run_whole(HighThroughput& engine, const typename Kind::Given& given) {
   });
 }
 
+// Returns the tensors in a list; null if these are none of a handle.
+PyObject* const* tensors_in(PyObject* list);
+
 // The functions of Python: their number of arguments, and how these are read. read() returns false for a call that
 // Python must take.
 struct DispatchOfCommunicator {  // as MoECommunicator.dispatch

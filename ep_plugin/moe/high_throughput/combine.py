@@ -16,6 +16,7 @@ from ep_plugin.moe.high_throughput.engine import HighThroughputEngine
 from ep_plugin.moe.high_throughput.kernels import is_wide
 from ep_plugin.moe.high_throughput.operation import HighThroughputOperation
 from ep_plugin.moe.layout import DispatchHandle
+from ep_plugin.runtime.tensors import as_plain
 
 _COMBINE = int(_C.Op.COMBINE)
 
@@ -40,8 +41,8 @@ class Combine(HighThroughputOperation):
         self._bias = None if bias is None else bulk_ready("bias", bias)
 
     def check(self) -> None:
-        given = self.plain(self.rows, self._weights, self._bias, self._extra)
-        operation = self._engine.control.new_combine(*given, self._per_row, list(self.plain(*self._handle[:-1])))
+        given = self.rows, self._weights, self._bias, self._extra, self._per_row, list(self._handle[:-1])
+        operation = self._engine.control.new_combine(*as_plain(given))
         if not operation.is_known:
             self._learn(operation)
         self.begin(operation)

@@ -16,6 +16,7 @@ from ep_plugin.moe.high_throughput.engine import HighThroughputEngine
 from ep_plugin.moe.high_throughput.operation import HighThroughputOperation
 from ep_plugin.moe.layout import DispatchCall, DispatchHandle
 from ep_plugin.moe.statistics import current_layer
+from ep_plugin.runtime.tensors import as_plain
 
 _DISPATCH, _CACHED_DISPATCH = int(_C.Op.DISPATCH), int(_C.Op.CACHED_DISPATCH)
 
@@ -33,10 +34,8 @@ class Dispatch(HighThroughputOperation):
 
     def check(self) -> None:
         engine, call = self._engine, self._call
-        tensors = self.plain(call.x, call.topk_ids, call.weights, call.scales)
-        operation = engine.control.new_dispatch(
-            *tensors, call.capacity, call.quantize, list(self.plain(*self._previous))
-        )
+        given = (*call[:4], call.capacity, call.quantize, list(self._previous))
+        operation = engine.control.new_dispatch(*as_plain(given))
         if operation.is_known:
             check_capture(engine, call._replace(previous=self._previous or None))
             check_id_values(engine, call.topk_ids)

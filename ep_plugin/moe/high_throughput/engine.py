@@ -62,7 +62,7 @@ class HighThroughputEngine(GroupEngine):
         self.layout = int(_C.Layout[config.resolved_layout.name])
         self._usable_sms = sms.usable_sms(device)
         self.asked_sms: dict[str, int | None] = {}
-        self._receiving_sms = 1  # of the operation that runs
+        self._taken = sms.KernelSms(1, 1)  # by the operation that runs
         self._sms = sms.asked_of(config, self._usable_sms)
         self.streams = high_throughput_streams(device)
         check_group(self.exchange, config, device)
@@ -163,16 +163,10 @@ class HighThroughputEngine(GroupEngine):
     def take_sms(self, chosen: sms.KernelSms) -> None:
         """Orders the send stream for notify and the sending kernel, so that they fit beside other kernels that wait.
 
-        Call it before the first kernel of an operation.
+        Call it before the first kernel of an operation over nodes.
         """
-        self._receiving_sms = chosen.receiving
-        sending = 1 + chosen.sending
-        self.streams.take(self.streams.send, sending, 1 if chosen.receiving else sending)
-
-    def take_receiving_sms(self) -> None:
-        """Orders the receive stream for the receiving kernel of the operation, which waits for peers. `wait_for_sender`
-        calls it."""
-        self.streams.take(self.streams.receive, self._receiving_sms, 1)
+        self._taken = chosen
+        self.control.take_sms(chosen)
 
     # -- pools ---------------------------------------------------------------------------------------------------
 
@@ -266,7 +260,7 @@ class HighThroughputEngine(GroupEngine):
     def wait_for_sender(self, step: Any, fresh: bool = False) -> None:
         """Delays the receive stream until this rank's own sender runs. fresh: the sender belongs to a dispatch without
         previous_handle."""
-        self.take_receiving_sms()
+        self.control.take_receiving_sms(self._taken)
         self.kernels.wait_for_sender(
             _C.WaitForSenderArgs(comm=self.comm, step=step, fresh=int(fresh), stream=self.streams.receive)
         )

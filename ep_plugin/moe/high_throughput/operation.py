@@ -11,7 +11,6 @@ from ep_plugin import _C
 from ep_plugin.errors import EpPluginError
 from ep_plugin.moe.high_throughput.engine import HighThroughputEngine
 from ep_plugin.moe.in_flight import Operation, Tensors
-from ep_plugin.runtime.tensors import PLAIN
 
 
 class HighThroughputOperation(Operation):
@@ -44,11 +43,3 @@ class HighThroughputOperation(Operation):
     def tensors(self) -> Tensors:
         found: Tensors = self._operation.tensors()
         return found
-
-    @staticmethod
-    def plain(*tensors: torch.Tensor | None) -> Tensors:
-        """Returns the tensors, as objects of no subclass."""
-        if all(one is None or type(one) in PLAIN for one in tensors):
-            return tensors
-        with torch._C.DisableTorchFunctionSubclass():
-            return tuple(one.as_subclass(torch.Tensor) if isinstance(one, torch.Tensor) else one for one in tensors)

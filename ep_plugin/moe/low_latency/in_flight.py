@@ -19,7 +19,7 @@ import torch
 from ep_plugin import _C
 from ep_plugin.errors import CaptureRefused, EpPluginError
 from ep_plugin.moe.arguments import bulk_ready
-from ep_plugin.moe.in_flight import RECEIVE_PART, SEND_PART, Tensors
+from ep_plugin.moe.in_flight import RECEIVE_PART, SEND_PART, Serving, Tensors
 from ep_plugin.moe.low_latency.engine import LowLatencyEngine
 from ep_plugin.runtime.streams import caller_stream, on_device, record_stream
 from ep_plugin.runtime.tensors import as_plain
@@ -66,10 +66,10 @@ class LowLatencyCall(ABC):
     def _become_plain(self, *names: str) -> None:
         """Replaces checked tensors, which may be of a subclass that stands for no other values, as C takes them."""
         for name in ("rows", "buffer_rest", *names):
-            setattr(self, name, _plain(getattr(self, name)))
+            setattr(self, name, as_plain(getattr(self, name)))
 
 
-class LowLatencyInFlight:
+class LowLatencyInFlight(Serving):
     """The un-received operations of one communicator."""
 
     def __init__(self, engine: LowLatencyEngine) -> None:
@@ -77,16 +77,6 @@ class LowLatencyInFlight:
         self.serves = ""
         self._numbers = itertools.count(1)
         self._by_number: weakref.WeakValueDictionary[int, _C.StartedOperation] = weakref.WeakValueDictionary()
-
-    @property
-    def serves(self) -> str:
-        """The integration that counts the operations."""
-        return self._serves
-
-    @serves.setter
-    def serves(self, name: str) -> None:
-        self._serves = name
-        self._engine.control.set_serves(name)
 
     def run(self, call: LowLatencyCall) -> Any:
         """Runs the whole of an operation. Returns the operator's results, or those of a Buffer's function.
@@ -185,12 +175,6 @@ class LowLatencyInFlight:
         operation.number = next(self._numbers)
         self._by_number[operation.number] = operation
         return operation
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, tuple):
-        return tuple(map(_plain, value))
-    return as_plain(value) if isinstance(value, torch.Tensor) else value
 
 
 def _where(capture: int) -> str:

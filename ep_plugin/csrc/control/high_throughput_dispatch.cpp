@@ -1,0 +1,395 @@
+#include <algorithm>
+
+#include "common/board.h"
+#include "control/high_throughput_operation.h"
+
+namespace ep::control {
+
+namespace {
+
+int32_t int32_number() {
+  static const int32_t number = dtype_number("int32");
+  return number;
+}
+
+int32_t int64_number() {
+  static const int32_t number = dtype_number("int64");
+  return number;
+}
+
+PyObject* dispatch_name() {
+  static PyObject* const name = interned("dispatch");
+  return name;
+}
+
+}  // namespace
+
+Dispatch::Dispatch(std::shared_ptr<HighThroughput> engine, const Given& given)
+    : HighThroughputOperation(std::move(engine), dispatch_name(), given.door),
+      has_handle_(given.routing != nullptr),
+      given_handle_(Object(Py_XNewRef(given.handle))) {
+  Inputs inputs;
+  DLTensor x, ids, weights, scales;
+  if (!read(inputs, {{given.x, &x}, {given.ids, &ids}, {given.weights, &weights}, {given.scales, &scales}})) return;
+  if (has_handle_ && !read_handle(inputs, given.routing)) return;
+  if (x.num_dims != 2 || ids.num_dims != 2) return;
+  form_ = inputs.form();
+  nbytes_ = bytes_of(x);
+  // The rows of a known routing differ from call to call. So its capacity is no part of the key, and use() checks it.
+  const bool is_free = has_handle_ && PyLong_CheckExact(given.capacity);
+  if (has_handle_ && !is_free && given.capacity != Py_None) return;  // True would have the key of a number
+  settings_ = {Object::borrowed(is_free ? Py_True : given.capacity), Object::borrowed(given.quantize)};
+  if (is_free) {
+    int overflow = 0;
+    given_capacity_ = PyLong_AsLongLongAndOverflow(given.capacity, &overflow);
+    if (overflow != 0 || given_capacity_ < 0 || given_capacity_ > INT32_MAX) return;
+  }
+  send_.x = address_of(x);
+  send_.x_stride = x.strides[0] * x.type_bits / 8;
+  send_.scales = address_of(scales);
+  send_.scale_stride = scales.num_dims == 2 ? scales.strides[0] * scales.type_bits / 8 : 0;
+  send_.weights = address_of(weights);
+  num_tokens_ = ids.shape[0];
+  topk_ = ids.shape[1];
+  ids_ = address_of(ids);
+  id_bytes_ = ids.type_bits / 8;
+  is_readable_ = true;
+  const DispatchPlan* plan = engine_->dispatches.find(std::string(form_), Door::kCommunicator, settings());
+  BadId bad;
+  if (plan != nullptr &&
+      (engine_->is_on_gpu() || !find_bad_id(ids_, id_bytes_, num_tokens_, topk_, engine_->num_experts, &bad)))
+    use(*plan);
+}
+
+void Dispatch::learn(const DispatchPlan& plan) {
+  if (!is_readable_) return;
+  engine_->dispatches.remember(form_, Door::kCommunicator, settings(), plan);
+  use(plan);
+}
+
+void Dispatch::use(const DispatchPlan& plan) {
+  plan_ = plan;
+  if (has_handle_) {
+    plan_.capacity = given_capacity_;
+    if (!has_sound_handle()) return;
+    const int64_t rows = rows_of_handle();
+    if (is_bounded() && (plan_.capacity < rows || (has_bounded_handle() && plan_.capacity > rows))) return;
+    known_ = has_bounded_handle() ? nullptr : totals_;
+  }
+  is_known_ = true;
+}
+
+int64_t Dispatch::pool_bytes() const {
+  const HighThroughput& engine = *engine_;
+  const int64_t slot = slot_layout_of(plan_.header).bytes;
+  if (engine.max_tokens >= 0) return engine.size * engine.max_tokens * slot;
+  return known_ == nullptr ? -1 : engine.room_for(kDispatchPool, engine.size * known_[kTotalMaxRows] * slot);
+}
+
+Rows Dispatch::output_rows() const {
+  const HighThroughput& engine = *engine_;
+  if (plan_.capacity >= 0) return {plan_.capacity, engine.size * std::max<int64_t>(engine.max_tokens, 0)};
+  return {known_[engine.is_flat() ? kTotalRows : kTotalSlots], known_[kTotalSlots]};
+}
+
+// Makes all small results that need no totals.
+bool Dispatch::make_small_results() {
+  const HighThroughput& engine = *engine_;
+  const int64_t local = engine.local_experts, T = num_tokens_, K = topk_;
+  const int64_t plan_words = meta_layout(engine.size, engine.num_experts).words + T * (engine.size + K);
+  Address plan = 0, ids = 0;
+  std::vector<Part> parts{{&counts_, local, 0, &recv_.expert_count}, {&offsets_, local + 1, 0, &recv_.expert_offset}};
+  if (is_bounded()) parts.push_back({&limits_, 2, 0, &recv_.overflow});
+  if (is_fresh()) {
+    const int64_t blocks = plan_blocks(T) * plan_block_words(engine.size, engine.num_experts);
+    parts.push_back({&handle_.plan, plan_words, 0, &plan});
+    parts.push_back({&handle_.topk_ids, T, K, &ids});
+    parts.push_back({&block_counts_, blocks, 0, &block_counts_at_});
+  }
+  Results made = engine.new_results();
+  std::vector<Object*> owners;
+  bool is_made = make_parts(made, owners, parts, shares_memory);
+  if (is_bounded() && shares_memory)
+    for (Object* one : {&overflow_, &required_}) {
+      is_made = is_made && made.view(0, {}, (recv_.overflow - recv_.expert_count) / 4 + (one == &required_));
+      owners.push_back(one);
+    }
+  if (!is_made || !give(made, owners)) return false;
+  if (is_fresh()) routing_ = routing_of(ids, plan, T, K);
+  return make_host_results();
+}
+
+// Makes the totals and the counts for the host, in its memory.
+bool Dispatch::make_host_results() {
+  const int64_t local = engine_->local_experts, num_totals = is_bounded() ? 1 : kTotals + local;
+  if (is_bounded() && !is_fresh()) return true;
+  Results made(kTorchCpu, 0);
+  std::vector<Object*> owners;
+  Address counts = 0, totals = 0;
+  bool is_made = true;
+  auto add = [&](Object& owner, int64_t size, Address* address) {
+    is_made = is_made && made.empty({size}, int64_number(), address);
+    owners.push_back(&owner);
+  };
+  if (!is_bounded()) add(host_counts_, local, &counts);
+  if (is_fresh()) add(handle_.totals, num_totals, &totals);
+  if (!is_made || !give(made, owners)) return false;
+  host_totals_ = at<int64_t>(totals);
+  host_counts_at_ = at<int64_t>(counts);
+  if (is_bounded()) *host_totals_ = plan_.capacity;
+  if (!is_fresh()) std::copy_n(totals_ + kTotals, local, host_counts_at_);
+  return true;
+}
+
+DispatchSendArgs Dispatch::send_args() const {
+  DispatchSendArgs args = send_;
+  args.comm = *engine_->comm;
+  args.routing = routing_;
+  args.header = plan_.header;
+  args.num_sms = plan_.sms.sending;
+  args.optimistic = !is_reserved_;
+  args.quantize = plan_.quantize;
+  args.element = plan_.element;
+  args.stream = engine_->streams.send;
+  return args;
+}
+
+bool Dispatch::start() {
+  HighThroughput& engine = *engine_;
+  uint64_t caller = 0;
+  if (!engine.current_stream(&caller) || !make_small_results()) return false;
+  if (is_fresh() && !is_bounded()) ticket_ = engine.next_ticket();
+  const int64_t needed = pool_bytes();
+  if (needed >= 0) {
+    if (!engine.reserve(kDispatchPool, needed)) return false;  // a graph's capture may refuse it
+    is_reserved_ = true;
+  }
+  const bool is_one_kernel = plan_.sms.receiving == 0;
+  is_sent_ = !is_one_kernel && (is_reserved_ || engine.comm->pool_bytes[kDispatchPool] > 0);
+  const uint64_t stream = engine.streams.send;
+  const PlanArgs plan{*engine.comm, routing_, ids_, block_counts_at_, id_bytes_, 0, stream};
+  const NotifyArgs notify{*engine.comm, routing_, plan_.header, block_counts_at_, ticket_, stream};
+  const bool is_launched = engine.run(
+      [&] {
+        engine.order(stream, caller);
+        engine.take_sms(plan_.sms);
+        if (is_fresh()) engine.kernels.plan(plan);
+      },
+      [&] {
+        if (is_fresh()) engine.kernels.notify(notify);
+      },
+      [&] {
+        if (is_sent_) engine.kernels.dispatch_send(send_args());
+      });
+  return is_launched && (!is_one_kernel || send_and_receive_in_one());
+}
+
+// Sends and receives in one kernel. So the output must exist before anything is sent.
+bool Dispatch::send_and_receive_in_one() {
+  HighThroughput& engine = *engine_;
+  uint64_t caller = 0;
+  bool sends_again = false;
+  if (ticket_ != 0 && !wait_totals()) return false;
+  if (!reserve_by_totals(&sends_again) || !make_output(output_rows()) || !engine.current_stream(&caller)) return false;
+  const DispatchSendArgs send = send_args();
+  recv_.num_sms = plan_.sms.sending;
+  recv_.stream = engine.streams.send;
+  is_enqueued_ = engine.run([&] {
+    engine.order(engine.streams.send, caller);  // another thread may have used the output's memory on it until now
+    engine.kernels.dispatch(send, recv_);
+  });
+  return is_enqueued_ && record() && give_output(output_rows());
+}
+
+bool Dispatch::finish() {
+  HighThroughput& engine = *engine_;
+  if (is_enqueued_) return engine.join(false);
+  recv_.num_sms = plan_.sms.receiving;
+  recv_.stream = engine.streams.receive;
+  if (ticket_ != 0) return receive_by_totals();
+  const Rows rows = output_rows();
+  return make_output(rows) && receive(true) && give_output(rows);
+}
+
+// Receives early if possible, and waits for the totals. If that failed or had too little room, receives then.
+bool Dispatch::receive_by_totals() {
+  HighThroughput& engine = *engine_;
+  uint64_t caller = 0;
+  Rows room{};
+  bool is_early = false, sends_again = false;
+  if (is_sent_ && !receive_early(&room, &is_early)) return false;
+  if (!engine.current_stream(&caller)) return false;
+  if (is_sent_ && !is_early) {
+    const WaitForSenderArgs wait = wait_for_sender(kDispatchRecv, true);
+    const bool is_ordered = engine.run([&] {
+      engine.order(engine.streams.receive, caller);
+      engine.take_receiving_sms(plan_.sms);
+      engine.kernels.wait_for_sender(wait);
+    });
+    if (!is_ordered) return false;
+  }
+  if (!wait_totals()) return false;
+  const Rows needed = output_rows();
+  engine.expected.saw(num_tokens_, topk_, needed);
+  if (!reserve_by_totals(&sends_again)) return false;
+  if (sends_again) {
+    const bool is_sent = engine.run([&] {
+      engine.kernels.dispatch_send(send_args());
+      // The receive must follow the whole send, since wait_for_sender may have let the receive stream pass.
+      engine.order(caller, engine.streams.send);
+      engine.take_receiving_sms(plan_.sms);
+    });
+    if (!is_sent) return false;
+  } else if (is_early && needed.fit(room)) {
+    return give_output(needed);
+  }
+  // A receive that came too early has left its memory alone.
+  return make_output(needed) && receive(false) && give_output(needed);
+}
+
+// Receives before the totals are known. It receives nothing if they are known, will never come, or cannot be guessed.
+bool Dispatch::receive_early(Rows* room, bool* is_early) {
+  HighThroughput& engine = *engine_;
+  if (engine.has_totals(ticket_) || !engine.is_quiet() || !engine.expected.guess(num_tokens_, topk_, room)) return true;
+  if (!make_output(*room)) {
+    if (!PyErr_ExceptionMatches(PyExc_RuntimeError)) return false;
+    PyErr_Clear();  // of memory that is short, which the output may not need
+    return true;
+  }
+  *is_early = true;
+  recv_.optimistic = 1;
+  const bool is_received = receive(true);
+  recv_.optimistic = 0;
+  return is_received;
+}
+
+bool Dispatch::receive(bool waits_for_sender) {
+  HighThroughput& engine = *engine_;
+  uint64_t caller = 0;
+  if (!engine.current_stream(&caller)) return false;
+  const WaitForSenderArgs wait = wait_for_sender(kDispatchRecv, is_fresh());
+  const bool is_received = engine.run(
+      [&] {
+        engine.order(engine.streams.receive, caller);  // another thread may have used the output's memory on it
+        if (!waits_for_sender) return;
+        engine.take_receiving_sms(plan_.sms);
+        engine.kernels.wait_for_sender(wait);
+      },
+      [&] { engine.kernels.dispatch_recv(recv_); });
+  return is_received && record() && engine.join(true);
+}
+
+bool Dispatch::wait_totals() {
+  HighThroughput& engine = *engine_;
+  if (!engine.wait_totals(ticket_)) return false;
+  const int64_t num_totals = kTotals + engine.local_experts;
+  std::copy_n(engine.totals(), num_totals, host_totals_);
+  std::copy_n(host_totals_ + kTotals, engine.local_experts, host_counts_at_);
+  known_ = host_totals_;
+  return true;
+}
+
+// Grows every rank's pool if the pool of any rank is too small. Sets whether rows must be sent, or sent again.
+bool Dispatch::reserve_by_totals(bool* sends_again) {
+  HighThroughput& engine = *engine_;
+  if (is_reserved_) return true;
+  const int64_t before = engine.comm->pool_bytes[kDispatchPool];
+  if (!engine.reserve(kDispatchPool, pool_bytes())) return false;
+  is_reserved_ = true;
+  *sends_again = !is_sent_ || engine.comm->pool_bytes[kDispatchPool] != before;
+  return true;
+}
+
+// Makes the output with this room. Its tensors become objects by give_output().
+bool Dispatch::make_output(const Rows& room) {
+  HighThroughput& engine = *engine_;
+  const int64_t K = topk_, N = room.output;
+  output_.reset(new Results(engine.new_results()));
+  room_ = room;
+  Address ids = 0;
+  recv_.scales = recv_.weights = 0;
+  const auto rows_of = [&](int64_t columns, int32_t dtype, Address* address) {
+    return columns == 0 ? output_->empty({N}, dtype, address) : output_->empty({N, columns}, dtype, address);
+  };
+  const int64_t beside = engine.is_flat() ? 0 : K;
+  const bool is_made = rows_of(plan_.columns, plan_.dtype, &recv_.tokens) && rows_of(beside, plan_.id_dtype, &ids) &&
+                       (plan_.weight_dtype < 0 || rows_of(beside, plan_.weight_dtype, &recv_.weights)) &&
+                       (plan_.scale_columns == 0 || rows_of(plan_.scale_columns, plan_.scale_dtype, &recv_.scales)) &&
+                       (!is_fresh() || output_->empty({room.slots, K}, int32_number(), &routing_.recv_rows));
+  if (!is_made) return false;
+  if (is_fresh()) routing_.slots = room.slots;
+  recv_.comm = *engine.comm;
+  recv_.routing = routing_;
+  recv_.header = plan_.header;
+  recv_.fresh = is_fresh();
+  recv_.capacity = N;
+  recv_.row_expert_ids = engine.is_flat() ? ids : 0;
+  recv_.topk_ids = engine.is_flat() ? 0 : ids;
+  recv_.wide_ids = !engine.is_flat() && plan_.id_dtype == int64_number();
+  return true;
+}
+
+// Makes objects of the output's tensors, cut to these rows.
+bool Dispatch::give_output(const Rows& rows) {
+  const std::unique_ptr<Results> made = std::move(output_);
+  const int64_t beside = engine_->is_flat() ? 0 : topk_;
+  std::vector<Object*> owners;
+  std::vector<std::pair<int64_t, int64_t>> sizes;
+  const auto add = [&](Object& owner, int64_t count, int64_t columns) {
+    owners.push_back(&owner);
+    sizes.emplace_back(count, columns);
+  };
+  add(rows_, rows.output, plan_.columns);
+  add(row_ids_, rows.output, beside);
+  if (plan_.weight_dtype >= 0) add(weights_, rows.output, beside);
+  if (plan_.scale_columns > 0) add(scales_, rows.output, plan_.scale_columns);
+  if (is_fresh()) add(handle_.recv_rows, rows.slots, topk_);
+  if (rows.output == room_.output && rows.slots == room_.slots) return give(*made, owners);
+  const std::vector<Object*> cut = owners;
+  bool is_made = true;
+  for (size_t i = 0; i < cut.size(); ++i) {
+    const auto [count, columns] = sizes[i];
+    is_made = is_made && (columns == 0 ? made->view(i, {count}, 0) : made->view(i, {count, columns}, 0));
+    owners[i] = nullptr;
+  }
+  owners.insert(owners.end(), cut.begin(), cut.end());
+  return is_made && give(*made, owners);
+}
+
+Object Dispatch::results() const {
+  const Object outputs = tuple_of({or_none(rows_), or_none(scales_), or_none(weights_), or_none(row_ids_),
+                                   or_none(counts_), or_none(offsets_), or_none(limits_), or_none(host_counts_)});
+  if (has_handle_ || !outputs) return outputs;
+  const Object routing = handle_.tuple();
+  return routing ? Object(PySequence_Concat(outputs.get(), routing.get())) : Object();
+}
+
+Object Dispatch::made() const {
+  const PythonObjects& objects = python_objects();
+  const bool is_flat = engine_->is_flat();
+  const Object output = named_tuple(
+      objects.output_type, {rows_.get(), or_none(scales_), or_none(weights_), is_flat ? Py_None : row_ids_.get(),
+                            is_flat ? row_ids_.get() : Py_None, counts_.get(), or_none(host_counts_), offsets_.get(),
+                            or_none(overflow_), or_none(required_)});
+  const Object handle = has_handle_ ? given_handle_
+                                    : named_tuple(objects.handle_type,
+                                                  {handle_.topk_ids.get(), handle_.plan.get(), handle_.recv_rows.get(),
+                                                   handle_.totals.get(), engine_->number.get()});
+  return output && handle ? tuple_of({output.get(), handle.get()}) : Object();
+}
+
+bool DispatchOfCommunicator::read(const HighThroughput& engine, PyObject* const* args, Dispatch::Given& given) {
+  const auto& [x, ids, weights, scales, previous, capacity, quantize] =
+      *reinterpret_cast<PyObject* const(*)[num_args]>(args);
+  given = {Door::kCommunicator, x, ids, weights, scales, capacity, quantize, nullptr, previous};
+  return previous == Py_None || (given.routing = engine.fields_of(previous)) != nullptr;
+}
+
+bool DispatchOfOperator::read(const HighThroughput&, PyObject* const* args, Dispatch::Given& given) {
+  const auto& [x, ids, weights, scales, capacity, quantize, previous] =
+      *reinterpret_cast<PyObject* const(*)[num_args]>(args);
+  given = {Door::kOperator, x, ids, weights, scales, capacity, quantize, tensors_in(previous), nullptr};
+  return given.routing != nullptr || (PyList_CheckExact(previous) && PyList_GET_SIZE(previous) == 0);
+}
+
+}  // namespace ep::control
