@@ -621,8 +621,6 @@ class HighThroughput:
         """For how many operations a pool was large enough or has been grown. Peers compare it when they grow a pool."""
     is_busy: bool
     """An operation is in flight: Python runs the next one."""
-    has_ranges: bool
-    checks_ids: bool
     denies_totals: bool
     """Tests: the host has always come before the totals."""
 

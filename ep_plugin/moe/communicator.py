@@ -99,7 +99,7 @@ class MoECommunicator:
         control.set_number(self.number)
         if self.config.mode == "ll":
             self._in_c = engine.in_c
-        elif self.nodes is None:
+        elif self.nodes is None and engine.is_direct:
             self._in_c = NO_FUNCTIONS._replace(dispatch=control.dispatch_function(), combine=control.combine_function())
             self.operators_in_c = NO_FUNCTIONS._replace(
                 dispatch=control.dispatch_operator(), combine=control.combine_operator()

@@ -156,7 +156,7 @@ class InFlight(Serving):
             if operation.capture:
                 self._started = None  # its kernels are in the graph and have not run
             raise self._torn(operation, capture)
-        engine.check_turn(operation.name)  # an operation that cannot run now stays in flight
+        engine.check_not_running(operation.name)  # else the operation stays in flight
         self._started = None
         nbytes = operation.rows.nbytes
         operation.result = engine.run(

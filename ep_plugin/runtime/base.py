@@ -131,16 +131,16 @@ class BaseEngine(ABC):
         `_C.CallLog.begin`.
         """
         with self.lock, on_device(self.device):
-            self._check_not_running(what)
+            self.check_not_running(what)
             if self._error is None and not self.closed:
                 self.last_call = self.call_log.begin(what, part, nbytes, continues)
             self.check()
             call = self.last_call
-            self.used_by_this_thread()
-            _C.announce(f"in {what} of {self._announced_name}")  # for messages of the peers of all communicators
-            self._captured |= bool(self.streams.capturing())
             try:
-                running[self.device] = self
+                running[self.device] = self  # from now on a handler of a signal cannot close it
+                self.used_by_this_thread()
+                _C.announce(f"in {what} of {self._announced_name}")  # for messages of the peers of all communicators
+                self._captured |= bool(self.streams.capturing())
                 with self.ranged(what, part, nbytes):
                     result = operation(self, *args)
                 call.end()
@@ -158,10 +158,11 @@ class BaseEngine(ABC):
 
     def check_turn(self, what: str) -> None:
         """Raises an error if an operation cannot run now. Call it with the lock."""
-        self._check_not_running(what)
+        self.check_not_running(what)
         self.check()
 
-    def _check_not_running(self, what: str) -> None:
+    def check_not_running(self, what: str) -> None:
+        """Raises EpPluginError in the handler of a signal that came during an operation. Call it with the lock."""
         if self.device in running:  # the lock lets its thread in again
             raise EpPluginError(
                 f"{self.name}: expected no operation during one of {running[self.device].name}, got {what} in the "

@@ -7,6 +7,7 @@ rank in the node. Errors name ranks of the group.
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -158,6 +159,16 @@ class GroupEngine(BaseEngine):
         else:
             self.boards = Boards(boards, self.index, local_experts, self.device)
         self._resources.callback(self.boards.close)
+
+    @functools.cached_property
+    def checks_gpu_ids(self) -> bool:
+        """Whether Python reads the ids of every dispatch back from a GPU."""
+        return self.checks_ids and self.device.type != "cpu"
+
+    @functools.cached_property
+    def is_direct(self) -> bool:
+        """Whether C may run operations before Python sees them: it opens no ranges and checks no ids on GPUs."""
+        return not (self.checks_gpu_ids or self.has_ranges)
 
     def _comm_struct(self, control: Sequence[int], num_experts: int, plain: bool = False) -> Any:
         """Returns the communicator as kernels of this node see it.

@@ -159,7 +159,51 @@ def _ticket(rank: int) -> None:
     assert time.monotonic() - began < AT_ONCE_S
 
 
-@pytest.mark.parametrize("case", [_handler_goes_on, _handler_closes, _handler_operates, _other_thread_waits, _ticket])
+def _handler_closes_before_a_kernel(rank: int) -> None:
+    """In the first of two calls that are alike, which Python begins, and in one that C begins."""
+    for warm in (False, True):
+        comm = open_communicator(1, num_experts=4)
+        if warm:
+            for _ in range(2):
+                _round_trip_alone(comm)
+            other = threading.Thread(target=_round_trip_alone, args=(comm,))
+            other.start()
+            other.join()
+        comm.engine.used_by_this_thread = comm.close  # Python runs here, so a handler may
+        with pytest.raises(EpPluginError, match="closed by a signal handler during an operation"):
+            _round_trip_alone(comm)
+        assert comm.engine.closed
+
+
+def _handler_waits(rank: int) -> None:
+    """The wait for one communicator's operation is refused during another one's, and possible later."""
+    comm, other = (open_communicator(1, num_experts=4) for _ in range(2))
+    x, ids, weights = tokens_for(0, 2, 5)
+    work = comm.dispatch_async(x, ids, weights)
+
+    def waits(args: Any) -> None:
+        with pytest.raises(EpPluginError, match="expected no operation during one of"):
+            work.wait()
+        _C.cpu.notify(args)
+
+    replace_kernels(other, notify=waits)
+    _round_trip_alone(other)
+    out, handle = work.wait()
+    comm.combine(out.tokens, handle)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        _handler_goes_on,
+        _handler_closes,
+        _handler_closes_before_a_kernel,
+        _handler_operates,
+        _handler_waits,
+        _other_thread_waits,
+        _ticket,
+    ],
+)
 def test_signals_of_a_single_rank(case: Any) -> None:
     (outcome,) = run_ranks(1, case)
     values([outcome])

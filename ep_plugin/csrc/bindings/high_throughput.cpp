@@ -175,8 +175,6 @@ void bind_engine(py::module_& m) {
       .def_readonly("num_calls", &HighThroughput::num_calls)
       .def_readonly("reserved", &HighThroughput::reserved)
       .def_readwrite("is_busy", &HighThroughput::is_busy)
-      .def_readwrite("has_ranges", &HighThroughput::has_ranges)
-      .def_readwrite("checks_ids", &HighThroughput::checks_ids)
       .def_readwrite("denies_totals", &HighThroughput::denies_totals);
 }
 

@@ -93,11 +93,8 @@ class HighThroughput : public Engine, public std::enable_shared_from_this<HighTh
   bool denies_totals = false;  // tests: the host has always come before the totals
   uint64_t reserved = 0;       // operations for which a pool was large enough or has been grown
 
-  bool has_ranges = false;  // Python opens a range for profilers around every operation
-  bool checks_ids = false;  // on a GPU, Python looks at the ids of every dispatch
-
   // Whether whole operations may run in C now. Python runs those that are recorded, and completes those in flight.
-  bool may_run() const { return !is_busy && !checks_ids && !has_ranges && !is_recording(); }
+  bool may_run() const { return !is_busy && !is_recording(); }
   bool is_flat() const { return layout == kFlat; }
   void order(uint64_t later, uint64_t earlier) const {
     if (streams.order) streams.order(later, earlier);

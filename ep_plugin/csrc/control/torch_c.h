@@ -66,7 +66,7 @@ class Descriptor {
   void* closure_ = nullptr;
 };
 
-// What C asks of tensors and storages.
+// The methods and attributes of tensors and storages that C reads.
 struct TensorDescriptors {
   Descriptor is_neg, dtype, requires_grad, untyped_storage;
   Descriptor storage_bytes, storage_address;

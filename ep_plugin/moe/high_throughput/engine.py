@@ -105,8 +105,6 @@ class HighThroughputEngine(GroupEngine):
         control.set_comm(self.comm)
         control.set_kernels(self._kernels)
         control.set_streams(*_in_c(self._streams))
-        control.has_ranges = self._range is not None
-        control.checks_ids = device.type == "cuda" and env.check_ids()
         return control
 
     @property

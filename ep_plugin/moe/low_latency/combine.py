@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from ep_plugin import _C
-from ep_plugin.dtypes import DTYPE_CODES, ELEMENTS, weight_dtype
+from ep_plugin.dtypes import DTYPE_CODES, ELEMENTS, name_of, weight_dtype
 from ep_plugin.moe.arguments import check_beside, check_combine
-from ep_plugin.moe.low_latency.dispatch import check_stats, named
+from ep_plugin.moe.low_latency.dispatch import check_stats
 from ep_plugin.moe.low_latency.engine import LowLatencyEngine
 from ep_plugin.moe.low_latency.in_flight import LowLatencyCall
 from ep_plugin.runtime.tensors import check_kind
@@ -113,5 +113,5 @@ class LowLatencyCombine(LowLatencyCall):
             self._ids.element_size(),
             ELEMENTS[y.dtype],
             hidden,
-            named(y.dtype),
+            name_of(y.dtype),
         )

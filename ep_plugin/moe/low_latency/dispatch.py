@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ep_plugin import _C
-from ep_plugin.dtypes import DTYPE_CODES, ELEMENTS, QUANTIZED, num_scales
+from ep_plugin.dtypes import DTYPE_CODES, ELEMENTS, QUANTIZED, name_of, num_scales
 from ep_plugin.moe.arguments import check_beside, check_dispatch
 from ep_plugin.moe.layout import DispatchCall, DispatchResult, Routing
 from ep_plugin.moe.low_latency.engine import LowLatencyEngine
@@ -107,16 +107,11 @@ class LowLatencyDispatch(LowLatencyCall):
             ids.element_size(),
             element,
             x.shape[1],
-            named(dtype),
+            name_of(dtype),
             scales,
-            named(scale_dtype),
+            name_of(scale_dtype),
             rows_of,
         )
-
-
-def named(dtype: torch.dtype) -> str:
-    """Returns the name of a dtype without that of its module."""
-    return str(dtype).removeprefix("torch.")
 
 
 _ADVICE = {

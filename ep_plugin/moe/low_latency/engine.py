@@ -124,8 +124,6 @@ class LowLatencyEngine(GroupEngine):
         self.control = control_of(self, self.boards.address, running)
         self._resources.callback(self.control.close)
         self.functions = Functions(**self.control.functions())
-        self.checks_gpu_ids = self.checks_ids and self.device.type != "cpu"
-        self.is_direct = not (self.checks_gpu_ids or self.has_ranges)
         self.in_c = self.functions if self.is_direct else NO_FUNCTIONS
         begin = _C.ll_mask_offset
         self.mask = self.ll_state[begin : begin + 4 * self.size].view(torch.int32)
