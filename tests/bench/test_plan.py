@@ -193,7 +193,7 @@ def ask(nodes: int = 2, ranks: int = 2, topk: int = 3, experts: int = 16, **othe
         ({"dtype": "int4"}, "dtype: expected one of bf16, fp32, fp8, got 'int4'"),
         ({"rail_gbps": 0}, "rail_gbps: expected a rate above 0, got 0"),
         ({"link_gbps": "nan"}, "link_gbps: expected a rate above 0, got nan"),
-        ({"ranks": 32, "experts": 64}, "ranks: expected at most 16 on a node, got 32"),
+        ({"ranks": 128, "experts": 256}, "ranks: expected at most 72 on a node, got 128"),
         ({"plot": "/dev/null/picture.png"}, "plot: expected a folder that can be made for /dev/null/picture.png, got"),
         ({"nodes": 1_000_000, "experts": 2_000_000}, "tokens: expected at most 68719 / experts for 1000000 nodes"),
         ({"nodes": 1, "tokens": 10**12}, "tokens: expected at most 536870912 / experts for 1 nodes"),
