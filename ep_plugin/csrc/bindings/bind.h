@@ -80,6 +80,20 @@ class Struct : public py::class_<Args> {
   const std::shared_ptr<Fields> fields_;
 };
 
+// Expands to macro(type, first) macro(type, second) ... The preprocessor expands no macro inside itself, so each step
+// leaves the next one to another scan. The scans are enough for 80 arguments.
+#define EP_EACH(macro, type, ...) EP_SCAN(EP_SCAN(EP_SCAN(EP_SCAN(EP_STEP(macro, type, __VA_ARGS__)))))
+#define EP_STEP(macro, type, first, ...) macro(type, first) __VA_OPT__(EP_NEXT EP_PARENS(macro, type, __VA_ARGS__))
+#define EP_NEXT() EP_STEP
+#define EP_PARENS ()
+#define EP_SCAN(...) EP_SCAN_4(EP_SCAN_4(EP_SCAN_4(EP_SCAN_4(__VA_ARGS__))))
+#define EP_SCAN_4(...) EP_SCAN_1(EP_SCAN_1(EP_SCAN_1(EP_SCAN_1(__VA_ARGS__))))
+#define EP_SCAN_1(...) __VA_ARGS__
+
+// A struct of the module `m` with these fields, as in EP_STRUCT(m, Message, peer, channel).
+#define EP_FIELD(type, name) .field(#name, &type::name)
+#define EP_STRUCT(m, type, ...) Struct<type>(m, #type) EP_EACH(EP_FIELD, type, __VA_ARGS__)
+
 // An enum as Python's IntEnum. Its members are the numbers in structs and faults.
 inline void bind_enum(py::module_& m, const char* name,
                       std::initializer_list<std::pair<const char*, int64_t>> members) {

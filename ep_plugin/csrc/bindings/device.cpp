@@ -20,26 +20,14 @@ void bind_cuda(py::module_& m) {
   bind_kernel(kernels, "send_message", &cuda::send_message);
   bind_kernel(kernels, "receive_message", &cuda::receive_message);
   kernels.def("load_message_kernels", &cuda::load_message_kernels, py::call_guard<py::gil_scoped_release>());
-  Struct<WireArgs>(m, "WireArgs")
-      .field("kind", &WireArgs::kind)
-      .field("num_sms", &WireArgs::num_sms)
-      .field("keep", &WireArgs::keep)
-      .field("seed", &WireArgs::seed)
-      .field("chunk_bytes", &WireArgs::chunk_bytes)
-      .field("bytes", &WireArgs::bytes)
-      .field("failed", &WireArgs::failed)
-      .field("stream", &WireArgs::stream)
+  EP_STRUCT(m, WireArgs, kind, num_sms, keep, seed, chunk_bytes, bytes, failed, stream)
       .def("set_pairs", [](WireArgs& args, const std::vector<Address>& from, const std::vector<Address>& to) {
         if (from.size() != to.size()) throw py::value_error("pairs: expected as many sources as destinations");
         set_words(args.from, from);
         set_words(args.to, to);
         args.num_pairs = static_cast<int32_t>(from.size());
       });
-  Struct<HoldArgs>(m, "HoldArgs")
-      .field("nanoseconds", &HoldArgs::nanoseconds)
-      .field("num_sms", &HoldArgs::num_sms)
-      .field("stop", &HoldArgs::stop)
-      .field("stream", &HoldArgs::stream);
+  EP_STRUCT(m, HoldArgs, nanoseconds, num_sms, stop, stream);
   m.attr("cuda_archs") = built_archs();
   m.attr("cuda_version") = built_cuda();
   m.def("wire", &wire, py::call_guard<py::gil_scoped_release>());

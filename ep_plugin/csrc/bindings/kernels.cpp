@@ -73,17 +73,7 @@ constexpr std::pair<const char*, int64_t Header::*> kHeaderWords[] = {
 static_assert(std::size(kHeaderWords) == kHeaderFields, "every word of the header has a name");
 
 void bind_structs(py::module_& m) {
-  Struct<Comm>(m, "Comm")
-      .field("rank", &Comm::rank)
-      .field("num_ranks", &Comm::num_ranks)
-      .field("num_experts", &Comm::num_experts)
-      .field("gate", &Comm::gate)
-      .field("plain", &Comm::plain)
-      .field("timeout_ns", &Comm::timeout_ns)
-      .field("state", &Comm::state)
-      .field("board", &Comm::board)
-      .field("control", &Comm::control)
-      .field("own_control", &Comm::own_control)
+  EP_STRUCT(m, Comm, rank, num_ranks, num_experts, gate, plain, timeout_ns, state, board, control, own_control)
       .def("set_pool", [](Comm& comm, int pool, Address table, Address own, int64_t bytes) {
         if (pool != kDispatchPool && pool != kCombinePool)
           throw py::value_error("pool: expected 0 or 1, got " + std::to_string(pool));
@@ -91,17 +81,7 @@ void bind_structs(py::module_& m) {
         comm.own_pool[pool] = own;
         comm.pool_bytes[pool] = bytes;
       });
-  Struct<Routing>(m, "Routing")
-      .field("num_tokens", &Routing::num_tokens)
-      .field("topk", &Routing::topk)
-      .field("layout", &Routing::layout)
-      .field("alignment", &Routing::alignment)
-      .field("topk_ids", &Routing::topk_ids)
-      .field("send_pos", &Routing::send_pos)
-      .field("pair_pos", &Routing::pair_pos)
-      .field("meta", &Routing::meta)
-      .field("recv_rows", &Routing::recv_rows)
-      .field("slots", &Routing::slots);
+  EP_STRUCT(m, Routing, num_tokens, topk, layout, alignment, topk_ids, send_pos, pair_pos, meta, recv_rows, slots);
   auto header = Struct<Header>(m, "Header");
   py::list names;
   for (const auto& [name, word] : kHeaderWords) {
@@ -112,186 +92,38 @@ void bind_structs(py::module_& m) {
 }
 
 void bind_dispatch_args(py::module_& m) {
-  Struct<PlanArgs>(m, "PlanArgs")
-      .field("comm", &PlanArgs::comm)
-      .field("routing", &PlanArgs::routing)
-      .field("ids", &PlanArgs::ids)
-      .field("block_counts", &PlanArgs::block_counts)
-      .field("id_bytes", &PlanArgs::id_bytes)
-      .field("stream", &PlanArgs::stream);
-  Struct<NotifyArgs>(m, "NotifyArgs")
-      .field("comm", &NotifyArgs::comm)
-      .field("routing", &NotifyArgs::routing)
-      .field("header", &NotifyArgs::header)
-      .field("block_counts", &NotifyArgs::block_counts)
-      .field("ticket", &NotifyArgs::ticket)
-      .field("stream", &NotifyArgs::stream);
-  Struct<DispatchSendArgs>(m, "DispatchSendArgs")
-      .field("comm", &DispatchSendArgs::comm)
-      .field("routing", &DispatchSendArgs::routing)
-      .field("header", &DispatchSendArgs::header)
-      .field("x", &DispatchSendArgs::x)
-      .field("x_stride", &DispatchSendArgs::x_stride)
-      .field("scales", &DispatchSendArgs::scales)
-      .field("scale_stride", &DispatchSendArgs::scale_stride)
-      .field("weights", &DispatchSendArgs::weights)
-      .field("num_sms", &DispatchSendArgs::num_sms)
-      .field("optimistic", &DispatchSendArgs::optimistic)
-      .field("quantize", &DispatchSendArgs::quantize)
-      .field("element", &DispatchSendArgs::element)
-      .field("stream", &DispatchSendArgs::stream);
-  Struct<WaitForSenderArgs>(m, "WaitForSenderArgs")
-      .field("comm", &WaitForSenderArgs::comm)
-      .field("step", &WaitForSenderArgs::step)
-      .field("fresh", &WaitForSenderArgs::fresh)
-      .field("stream", &WaitForSenderArgs::stream);
-  Struct<DispatchRecvArgs>(m, "DispatchRecvArgs")
-      .field("comm", &DispatchRecvArgs::comm)
-      .field("routing", &DispatchRecvArgs::routing)
-      .field("header", &DispatchRecvArgs::header)
-      .field("tokens", &DispatchRecvArgs::tokens)
-      .field("scales", &DispatchRecvArgs::scales)
-      .field("weights", &DispatchRecvArgs::weights)
-      .field("topk_ids", &DispatchRecvArgs::topk_ids)
-      .field("row_expert_ids", &DispatchRecvArgs::row_expert_ids)
-      .field("expert_count", &DispatchRecvArgs::expert_count)
-      .field("expert_offset", &DispatchRecvArgs::expert_offset)
-      .field("overflow", &DispatchRecvArgs::overflow)
-      .field("capacity", &DispatchRecvArgs::capacity)
-      .field("num_sms", &DispatchRecvArgs::num_sms)
-      .field("fresh", &DispatchRecvArgs::fresh)
-      .field("optimistic", &DispatchRecvArgs::optimistic)
-      .field("wide_ids", &DispatchRecvArgs::wide_ids)
-      .field("stream", &DispatchRecvArgs::stream);
+  EP_STRUCT(m, PlanArgs, comm, routing, ids, block_counts, id_bytes, stream);
+  EP_STRUCT(m, NotifyArgs, comm, routing, header, block_counts, ticket, stream);
+  EP_STRUCT(m, DispatchSendArgs, comm, routing, header, x, x_stride, scales, scale_stride, weights, num_sms, optimistic,
+            quantize, element, stream);
+  EP_STRUCT(m, WaitForSenderArgs, comm, step, fresh, stream);
+  EP_STRUCT(m, DispatchRecvArgs, comm, routing, header, tokens, scales, weights, topk_ids, row_expert_ids, expert_count,
+            expert_offset, overflow, capacity, num_sms, fresh, optimistic, wide_ids, stream);
 }
 
 void bind_combine_args(py::module_& m) {
-  Struct<CombineSendArgs>(m, "CombineSendArgs")
-      .field("comm", &CombineSendArgs::comm)
-      .field("routing", &CombineSendArgs::routing)
-      .field("header", &CombineSendArgs::header)
-      .field("y", &CombineSendArgs::y)
-      .field("rows", &CombineSendArgs::rows)
-      .field("weights", &CombineSendArgs::weights)
-      .field("extra", &CombineSendArgs::extra)
-      .field("hidden", &CombineSendArgs::hidden)
-      .field("element", &CombineSendArgs::element)
-      .field("num_sms", &CombineSendArgs::num_sms)
-      .field("per_row", &CombineSendArgs::per_row)
-      .field("stream", &CombineSendArgs::stream);
-  Struct<CombineRecvArgs>(m, "CombineRecvArgs")
-      .field("comm", &CombineRecvArgs::comm)
-      .field("routing", &CombineRecvArgs::routing)
-      .field("header", &CombineRecvArgs::header)
-      .field("out", &CombineRecvArgs::out)
-      .field("bias", &CombineRecvArgs::bias)
-      .field("extra", &CombineRecvArgs::extra)
-      .field("hidden", &CombineRecvArgs::hidden)
-      .field("element", &CombineRecvArgs::element)
-      .field("num_sms", &CombineRecvArgs::num_sms)
-      .field("wide_bias", &CombineRecvArgs::wide_bias)
-      .field("stream", &CombineRecvArgs::stream);
-  Struct<WeightGradArgs>(m, "WeightGradArgs")
-      .field("y", &WeightGradArgs::y)
-      .field("rows", &WeightGradArgs::rows)
-      .field("factors", &WeightGradArgs::factors)
-      .field("dots", &WeightGradArgs::dots)
-      .field("num_rows", &WeightGradArgs::num_rows)
-      .field("hidden", &WeightGradArgs::hidden)
-      .field("element", &WeightGradArgs::element)
-      .field("stream", &WeightGradArgs::stream);
+  EP_STRUCT(m, CombineSendArgs, comm, routing, header, y, rows, weights, extra, hidden, element, num_sms, per_row,
+            stream);
+  EP_STRUCT(m, CombineRecvArgs, comm, routing, header, out, bias, extra, hidden, element, num_sms, wide_bias, stream);
+  EP_STRUCT(m, WeightGradArgs, y, rows, factors, dots, num_rows, hidden, element, stream);
 }
 
 void bind_node_args(py::module_& m) {
-  Struct<QuantizeArgs>(m, "QuantizeArgs")
-      .field("x", &QuantizeArgs::x)
-      .field("x_stride", &QuantizeArgs::x_stride)
-      .field("rows", &QuantizeArgs::rows)
-      .field("scales", &QuantizeArgs::scales)
-      .field("num_rows", &QuantizeArgs::num_rows)
-      .field("hidden", &QuantizeArgs::hidden)
-      .field("element", &QuantizeArgs::element)
-      .field("stream", &QuantizeArgs::stream);
-  Struct<PackArgs>(m, "PackArgs")
-      .field("comm", &PackArgs::comm)
-      .field("x", &PackArgs::x)
-      .field("x_stride", &PackArgs::x_stride)
-      .field("row_bytes", &PackArgs::row_bytes)
-      .field("rows", &PackArgs::rows)
-      .field("weights", &PackArgs::weights)
-      .field("weight_bytes", &PackArgs::weight_bytes)
-      .field("packed_weights", &PackArgs::packed_weights)
-      .field("scales", &PackArgs::scales)
-      .field("scale_stride", &PackArgs::scale_stride)
-      .field("scale_bytes", &PackArgs::scale_bytes)
-      .field("packed_scales", &PackArgs::packed_scales)
-      .field("ids", &PackArgs::ids)
-      .field("packed_ids", &PackArgs::packed_ids)
-      .field("rail_rows", &PackArgs::rail_rows)
-      .field("num_rows", &PackArgs::num_rows)
-      .field("topk", &PackArgs::topk)
-      .field("num_tokens", &PackArgs::num_tokens)
-      .field("num_nodes", &PackArgs::num_nodes)
-      .field("num_sms", &PackArgs::num_sms)
-      .field("stream", &PackArgs::stream);
-  Struct<CombineAddArgs>(m, "CombineAddArgs")
-      .field("comm", &CombineAddArgs::comm)
-      .field("own", &CombineAddArgs::own)
-      .field("landed", &CombineAddArgs::landed)
-      .field("rail_rows", &CombineAddArgs::rail_rows)
-      .field("bias", &CombineAddArgs::bias)
-      .field("out", &CombineAddArgs::out)
-      .field("own_extra", &CombineAddArgs::own_extra)
-      .field("landed_extra", &CombineAddArgs::landed_extra)
-      .field("extra_out", &CombineAddArgs::extra_out)
-      .field("hidden", &CombineAddArgs::hidden)
-      .field("num_rows", &CombineAddArgs::num_rows)
-      .field("topk", &CombineAddArgs::topk)
-      .field("element", &CombineAddArgs::element)
-      .field("num_tokens", &CombineAddArgs::num_tokens)
-      .field("num_nodes", &CombineAddArgs::num_nodes)
-      .field("node", &CombineAddArgs::node)
-      .field("num_sms", &CombineAddArgs::num_sms)
-      .field("wide_bias", &CombineAddArgs::wide_bias)
-      .field("stream", &CombineAddArgs::stream);
-  Struct<AddCountsArgs>(m, "AddCountsArgs")
-      .field("sums", &AddCountsArgs::sums)
-      .field("counts", &AddCountsArgs::counts)
-      .field("row_stride", &AddCountsArgs::row_stride)
-      .field("num_rows", &AddCountsArgs::num_rows)
-      .field("num_columns", &AddCountsArgs::num_columns)
-      .field("stream", &AddCountsArgs::stream);
-  Struct<LayoutArgs>(m, "LayoutArgs")
-      .field("ids", &LayoutArgs::ids)
-      .field("rank_node", &LayoutArgs::rank_node)
-      .field("counts", &LayoutArgs::counts)
-      .field("in_rank", &LayoutArgs::in_rank)
-      .field("num_tokens", &LayoutArgs::num_tokens)
-      .field("topk", &LayoutArgs::topk)
-      .field("num_ranks", &LayoutArgs::num_ranks)
-      .field("num_nodes", &LayoutArgs::num_nodes)
-      .field("num_experts", &LayoutArgs::num_experts)
-      .field("id_bytes", &LayoutArgs::id_bytes)
-      .field("stream", &LayoutArgs::stream);
+  EP_STRUCT(m, QuantizeArgs, x, x_stride, rows, scales, num_rows, hidden, element, stream);
+  EP_STRUCT(m, PackArgs, comm, x, x_stride, row_bytes, rows, weights, weight_bytes, packed_weights, scales,
+            scale_stride, scale_bytes, packed_scales, ids, packed_ids, rail_rows, num_rows, topk, num_tokens, num_nodes,
+            num_sms, stream);
+  EP_STRUCT(m, CombineAddArgs, comm, own, landed, rail_rows, bias, out, own_extra, landed_extra, extra_out, hidden,
+            num_rows, topk, element, num_tokens, num_nodes, node, num_sms, wide_bias, stream);
+  EP_STRUCT(m, AddCountsArgs, sums, counts, row_stride, num_rows, num_columns, stream);
+  EP_STRUCT(m, LayoutArgs, ids, rank_node, counts, in_rank, num_tokens, topk, num_ranks, num_nodes, num_experts,
+            id_bytes, stream);
 }
 
 void bind_sizes(py::module_& m) {
   m.def("control_bytes", [](int ranks, int experts) { return control_layout(ranks, experts).bytes; });
-  Struct<MetaLayout>(m, "MetaLayout")
-      .field("rank_count", &MetaLayout::rank_count)
-      .field("expert_count", &MetaLayout::expert_count)
-      .field("send_base", &MetaLayout::send_base)
-      .field("combine_base", &MetaLayout::combine_base)
-      .field("recv_offset", &MetaLayout::recv_offset)
-      .field("src_tokens", &MetaLayout::src_tokens)
-      .field("token_base", &MetaLayout::token_base)
-      .field("flat_base", &MetaLayout::flat_base)
-      .field("expert_offset", &MetaLayout::expert_offset)
-      .field("expert_rows", &MetaLayout::expert_rows)
-      .field("send_chunk_end", &MetaLayout::send_chunk_end)
-      .field("recv_chunk_end", &MetaLayout::recv_chunk_end)
-      .field("max_rows", &MetaLayout::max_rows)
-      .field("words", &MetaLayout::words);
+  EP_STRUCT(m, MetaLayout, rank_count, expert_count, send_base, combine_base, recv_offset, src_tokens, token_base,
+            flat_base, expert_offset, expert_rows, send_chunk_end, recv_chunk_end, max_rows, words);
   m.def("meta_layout", &meta_layout);
   m.def("block_count_words", [](int num_tokens, int ranks, int experts) {
     return plan_blocks(num_tokens) * plan_block_words(ranks, experts);

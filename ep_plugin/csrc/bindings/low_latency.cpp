@@ -38,10 +38,7 @@ void bind_constants(py::module_& m) {
 }
 
 void bind_structs(py::module_& m) {
-  Struct<LlShape>(m, "LlShape")
-      .field("max_tokens", &LlShape::max_tokens)
-      .field("max_topk", &LlShape::max_topk)
-      .field("slot_bytes", &LlShape::slot_bytes);
+  EP_STRUCT(m, LlShape, max_tokens, max_topk, slot_bytes);
   auto header = Struct<LlHeader>(m, "LlHeader");
   py::list names;
   for (const auto& [name, word] : kLlHeaderNames) {
@@ -54,12 +51,7 @@ void bind_structs(py::module_& m) {
 void bind_sizes(py::module_& m) {
   m.def("ll_slot_bytes", &ll_slot_bytes);
   m.def("ll_block_bytes", [](int ranks, const LlShape& shape) { return ll_layout(ranks, shape).bytes; });
-  Struct<LlPlanLayout>(m, "LlPlanLayout")
-      .field("layout_range", &LlPlanLayout::layout_range)
-      .field("src_tokens", &LlPlanLayout::src_tokens)
-      .field("src_info", &LlPlanLayout::src_info)
-      .field("rows", &LlPlanLayout::rows)
-      .field("words", &LlPlanLayout::words);
+  EP_STRUCT(m, LlPlanLayout, layout_range, src_tokens, src_info, rows, words);
   m.def("ll_plan_layout", &ll_plan_layout);
 }
 
