@@ -8,13 +8,15 @@
 It serves every mixture-of-experts model whose expert-parallel plan dispatches its experts. With
 ``EP_PLUGIN=transformers`` in the environment it also serves the default, ``ep_implementation="auto"``. After
 ``overlap_shared_experts(model)`` shared experts run during the dispatch. ``InferenceConfig`` and
-``low_latency(model, max_tokens_per_rank=64)`` are for inference. ``LoadCallback`` logs load statistics. The import
+``low_latency(model, max_tokens_per_rank=64)`` are for inference. ``LoadCallback`` logs load statistics. After
+``CheckpointCallback(trainer)``, or with ``Checkpoints`` in a loop of one's own, a run can be continued. The import
 raises ``NotSupported`` for a version of transformers without such plans.
 """
 
 from __future__ import annotations
 
 # ruff: noqa: E402  an old transformers is refused before names that it lacks are imported
+import importlib
 from typing import TYPE_CHECKING, Any
 
 import transformers
@@ -30,6 +32,7 @@ from ep_plugin.integrations.transformers.inference import InferenceConfig, low_l
 from ep_plugin.integrations.transformers.shared_experts import overlap_shared_experts
 
 if TYPE_CHECKING:
+    from ep_plugin.integrations.transformers.checkpoints import CheckpointCallback, Checkpoints
     from ep_plugin.integrations.transformers.load import LoadCallback
 
 EPImplementationInterface.register("ep_plugin", EpPluginExpertParallel)
@@ -38,6 +41,8 @@ hooks.record("transformers", "ready", _REGISTERED)
 
 __all__ = [
     "AutoEpPlugin",
+    "CheckpointCallback",
+    "Checkpoints",
     "EpPluginExpertParallel",
     "InferenceConfig",
     "LoadCallback",
@@ -48,16 +53,17 @@ __all__ = [
 ]
 
 
+_LATER = {"CheckpointCallback": "checkpoints", "Checkpoints": "checkpoints", "LoadCallback": "load"}
+
+
 def __getattr__(name: str) -> Any:
-    """Imports LoadCallback at its first use.
+    """Imports the classes that need Trainer's modules at their first use.
 
     EP_PLUGIN imports this module while a model's module is being imported, and Trainer's modules may need that module.
     """
-    if name != "LoadCallback":
+    if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from ep_plugin.integrations.transformers.load import LoadCallback
-
-    return LoadCallback
+    return getattr(importlib.import_module(f"ep_plugin.integrations.transformers.{_LATER[name]}"), name)
 
 
 def enable() -> None:
