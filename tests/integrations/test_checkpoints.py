@@ -94,6 +94,7 @@ def test_another_number_of_ranks_continues(
 
 
 @LONG
+@pytest.mark.timeout(1800)
 def test_ten_kills_at_random(model: Path, whole: dict[str, Any], tmp_path: Path) -> None:
     draw = random.Random(0)
     for _ in range(10):
