@@ -598,6 +598,25 @@ class HighThroughput:
         """A function with the operator's arguments without the last two. It returns the operator's results."""
 
     def combine_operator(self) -> Callable[..., Any]: ...
+    def buffer_functions(
+        self, handle_type: type[tuple[Tensor, ...]], /
+    ) -> tuple[Callable[..., Any], Callable[..., Any]]:
+        """Functions for deep_ep.Buffer's dispatch and combine. They return the results without the event, and make
+        handles of the class `handle_type`.
+
+        Arguments: x, handle, num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert, topk_idx, topk_weights,
+        expert_alignment, num_worst_tokens, SMs; and x, handle, topk_weights, bias, SMs.
+        """
+
+    def learn_buffer_dispatch(self, call: tuple[Any, ...], /, *given: Any) -> None:
+        """Makes a Buffer's call known, which has passed all checks and has run.
+
+        Args:
+            call: the arguments of the function for Buffer.
+            given: the arguments of `dispatch_operator`'s function for the same dispatch.
+        """
+
+    def learn_buffer_combine(self, call: tuple[Any, ...], /, *given: Any) -> None: ...
     def new_dispatch(self, *given: Any) -> Dispatch:
         """Makes an operation from the arguments of `dispatch_operator`'s function."""
 

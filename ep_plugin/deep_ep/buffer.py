@@ -7,7 +7,8 @@ received, ordered by (source rank, source token).
 from __future__ import annotations
 
 import functools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import torch
 
@@ -23,8 +24,12 @@ from ep_plugin.errors import NotSupported
 from ep_plugin.moe.arguments import check_tensors
 from ep_plugin.moe.communicator import MoECommunicator
 from ep_plugin.moe.registry import communicator
-from ep_plugin.runtime.tensors import KnownCalls, call_of
-from ep_plugin.transport.groups import Group
+from ep_plugin.transport.groups import Group, is_alive
+
+_MOST_FORMS = 512
+
+_Order: TypeAlias = tuple[EventOverlap | None, bool, bool]
+"""previous_event, async_finish and allocate_on_comm_stream of a call."""
 
 
 class Buffer(LowLatencyCalls, SharedCommunicators):
@@ -81,13 +86,16 @@ class Buffer(LowLatencyCalls, SharedCommunicators):
                 f"{self._nodes.num_nodes} nodes; dispatch and combine serve such groups"
             )
         super().__init__()
-        self._known = KnownCalls()
+        self._checked: set[bytes] = set()  # forms of topk_idx for get_dispatch_layout
+        self._in_c: list[tuple[Any, Callable[..., Any], Callable[..., Any]]] = []
+        """Of each communicator on one node: its engine, and the functions of C for dispatch and combine."""
         if low_latency_mode:
             self._reserve(num_rdma_bytes)
 
     def destroy(self) -> None:
         """Free the memory of communicators that no other buffer uses. Needs explicitly_destroy=True."""
         super().destroy()
+        self._in_c = []
         self._combine_buffers.clear()
 
     @staticmethod
@@ -134,17 +142,17 @@ class Buffer(LowLatencyCalls, SharedCommunicators):
             bool ``[T, R]``; the event.
         """
         self._check_open()
-        call = call_of(_C.form_of(topk_idx), "layout", num_experts)
-        if not self._known.find(call):
+        form = _C.form_of(topk_idx)
+        if form not in self._checked:
             check_tensors(topk_idx=topk_idx)
             arguments.check_topk(topk_idx)
-            arguments.check_experts(num_experts, self.group_size)
-            self._known.remember(call)
+            if form is not None and len(self._checked) < _MOST_FORMS:
+                self._checked.add(form)
+        arguments.check_experts(num_experts, self.group_size)
         count = functools.partial(layout.count_tokens, topk_idx, num_experts, self._nodes)
         device = topk_idx.device
         return ordered(count, device, topk_idx, previous_event, async_finish, allocate_on_comm_stream)
 
-    @eager
     def dispatch(
         self,
         x: Rows,
@@ -180,26 +188,28 @@ class Buffer(LowLatencyCalls, SharedCommunicators):
             under num_worst_tokens; topk_weights float32 ``[N, K]``, 0 where -1; a list of each local expert's rows,
             rounded up to expert_alignment (empty with num_worst_tokens); the handle; the event.
         """
-        self._check_open()
-        rows, scales = arguments.rows_of(x)
-        routing = None if handle is None else handles.routing_of(handle)
-        sms = _sms_of(config)
-        if routing is None:
-            counted = num_tokens_per_rank, num_tokens_per_rdma_rank, is_token_in_rank, num_tokens_per_expert
-            form, T = _C.form_of(*counted, topk_idx, topk_weights), rows.shape[0]
-            alike = call_of(form, "throughput", T, num_worst_tokens, expert_alignment)
-            if not self._known.find(alike):
-                arguments.check_layout(*counted, T, self._nodes)
-                arguments.check_topk(topk_idx, topk_weights)
-                arguments.check_sizes(num_worst_tokens, expert_alignment, T, self.group_size)
-                self._known.remember(alike)
-        elif topk_idx is not None or topk_weights is not None:
-            raise ValueError("topk_idx: expected None with a handle, which has the routing, got a tensor")
-        reads = (rows, scales, routing, topk_idx, topk_weights, is_token_in_rank, num_tokens_per_expert)
-        call = functools.partial(self._dispatch, reads, expert_alignment, num_worst_tokens, sms)
-        return ordered(call, rows.device, reads, previous_event, async_finish, allocate_on_comm_stream)
+        call = (
+            x,
+            handle,
+            num_tokens_per_rank,
+            is_token_in_rank,
+            num_tokens_per_expert,
+            topk_idx,
+            topk_weights,
+            expert_alignment,
+            num_worst_tokens,
+            Buffer._asked_sms if config is None else _num_sms(config),
+        )
+        in_turn = previous_event is None and not async_finish and not allocate_on_comm_stream
+        is_direct = in_turn and not torch.compiler.is_compiling()
+        if is_direct and (handle is not None or is_alive(self.group)):
+            for _, run, _ in self._in_c:
+                made = run(*call)
+                if made is not None:
+                    return *made, EventOverlap()
+        in_order = previous_event, async_finish, allocate_on_comm_stream
+        return self._dispatch(call, num_tokens_per_rdma_rank, in_order, is_direct)
 
-    @eager
     def combine(
         self,
         x: torch.Tensor,
@@ -222,11 +232,29 @@ class Buffer(LowLatencyCalls, SharedCommunicators):
         Returns:
             ``[T, H]`` of x's dtype, the weights float32 ``[T, K]`` or None, and the event.
         """
+        call = x, handle, topk_weights, bias, Buffer._asked_sms if config is None else _num_sms(config)
+        in_turn = previous_event is None and not async_finish and not allocate_on_comm_stream
+        is_direct = in_turn and not torch.compiler.is_compiling()
+        if is_direct:
+            for _, _, run in self._in_c:
+                made = run(*call)
+                if made is not None:
+                    return *made, EventOverlap()
+        return self._combine(call, (previous_event, async_finish, allocate_on_comm_stream), is_direct)
+
+    # DeepEP's dispatch and combine call these on several nodes. Here they are the same functions.
+    internode_dispatch, internode_combine = dispatch, combine
+
+    @eager
+    def _combine(
+        self, call: tuple[Any, ...], in_order: _Order, is_direct: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None, EventOverlap]:
+        """Check a combine and run it. is_direct: C may run the next one that is like it."""
         self._check_open()
+        x, handle, topk_weights, bias, num_sms = call
         check_tensors({"topk_weights": topk_weights}, x=x)
         rows, _ = arguments.rows_of(x)
         routing = handles.routing_of(handle)
-        sms = _sms_of(config)
         if topk_weights is not None:
             K = routing.topk_ids.shape[1]
             arguments.check_tensor("topk_weights", topk_weights, (torch.float32,), rows.shape[0], K)
@@ -234,28 +262,51 @@ class Buffer(LowLatencyCalls, SharedCommunicators):
 
         def add() -> tuple[torch.Tensor, torch.Tensor | None]:
             comm = communicator(routing.comm)
-            comm.set_sms(**sms)
+            comm.set_sms(**sms_of(num_sms))
             out, weights = comm.combine_with_values(rows.contiguous(), routing, topk_weights, arguments.sum_of(biases))
+            if is_direct:
+                self._learn(comm, "learn_buffer_combine", call, rows, None, bias, topk_weights, True, [*routing[:-1]])
             return out, arguments.as_floats(weights)
 
-        reads = (rows, routing, topk_weights, biases)
-        return ordered(add, rows.device, reads, previous_event, async_finish, allocate_on_comm_stream)
+        return ordered(add, rows.device, (rows, routing, topk_weights, biases), *in_order)
 
-    # DeepEP's dispatch and combine call these on several nodes. Here they are the same functions.
-    internode_dispatch, internode_combine = dispatch, combine
-
+    @eager
     def _dispatch(
-        self, reads: tuple[Any, ...], expert_alignment: int, num_worst_tokens: int, sms: dict[str, int]
+        self, call: tuple[Any, ...], per_node: torch.Tensor | None, in_order: _Order, is_direct: bool
+    ) -> tuple[Rows, torch.Tensor | None, torch.Tensor | None, list[int] | None, Handle | None, EventOverlap]:
+        """Do for a dispatch what `_combine` does for a combine. per_node: num_tokens_per_rdma_rank."""
+        self._check_open()
+        x, handle, per_rank, in_rank, per_expert, topk_idx, topk_weights, expert_alignment, num_worst_tokens, _ = call
+        rows, scales = arguments.rows_of(x)
+        routing = None if handle is None else handles.routing_of(handle)
+        if routing is None:
+            T = rows.shape[0]
+            arguments.check_layout(per_rank, per_node, in_rank, per_expert, T, self._nodes)
+            arguments.check_topk(topk_idx, topk_weights)
+            arguments.check_sizes(num_worst_tokens, expert_alignment, T, self.group_size)
+        elif topk_idx is not None or topk_weights is not None:
+            raise ValueError("topk_idx: expected None with a handle, which has the routing, got a tensor")
+        reads = (rows, scales, routing, topk_idx, topk_weights, in_rank, per_expert)
+        run = functools.partial(self._send, reads, call, is_direct)
+        return ordered(run, rows.device, reads, *in_order)
+
+    def _send(
+        self, reads: tuple[Any, ...], call: tuple[Any, ...], is_direct: bool
     ) -> tuple[Rows, torch.Tensor | None, torch.Tensor | None, list[int] | None, Handle | None]:
         rows, scales, previous, topk_idx, topk_weights, in_rank, per_expert = reads
+        *_, expert_alignment, num_worst_tokens, num_sms = call
         if previous is None:
             comm, ids = self._route(topk_idx, in_rank, per_expert, num_worst_tokens, rows.device)
         else:
             num_worst_tokens = handles.worst_tokens_of(previous)
             comm, ids = communicator(previous.comm), previous.topk_ids
-        comm.set_sms(**sms)
-        scales = None if scales is None else scales.contiguous()
-        out, made = comm.dispatch(rows, ids, topk_weights, scales, previous, num_worst_tokens or None)
+        comm.set_sms(**sms_of(num_sms))
+        sent_scales, capacity = None if scales is None else scales.contiguous(), num_worst_tokens or None
+        out, made = comm.dispatch(rows, ids, topk_weights, sent_scales, previous, capacity)
+        if is_direct:
+            given_ids, routing = (topk_idx, []) if previous is None else (ids, [*previous[:-1]])
+            given = rows, given_ids, topk_weights, scales, capacity, None, routing
+            self._learn(comm, "learn_buffer_dispatch", call, *given)
         received = out.tokens if out.scales is None else (out.tokens, out.scales)
         if previous is not None:
             return received, None, None, None, None
@@ -268,6 +319,22 @@ class Buffer(LowLatencyCalls, SharedCommunicators):
         recv_idx = None if topk_idx is None else out.topk_ids
         weights, kept = arguments.as_floats(out.weights), handles.handle_of(comm, made, in_rank)
         return received, recv_idx, weights, counts, kept
+
+    def _learn(self, comm: MoECommunicator, learn: str, call: tuple[Any, ...], *given: Any) -> None:
+        """Let C run the next call like `call`, which has passed all checks and has run.
+
+        given: the call's own tensors, as `comm`'s operator takes them. If the operator was given copies, it does not
+        know the form of these, and C does not learn the call.
+        """
+        engine, num_sms = comm.engine, call[-1]
+        if comm.nodes is not None or not engine.is_direct:
+            return
+        with engine.lock:
+            if engine.asked_sms == sms_of(num_sms):  # else another thread has changed them
+                getattr(engine.control, learn)(call, *given)
+            if all(known is not engine for known, *_ in self._in_c):
+                is_open = [known for known in self._in_c if not known[0].closed]
+                self._in_c = [*is_open, (engine, *engine.control.buffer_functions(Handle))]
 
     def _route(
         self,
@@ -292,8 +359,7 @@ class Buffer(LowLatencyCalls, SharedCommunicators):
         return self._throughput_communicator(device, num_experts, bound), ids
 
 
-def _sms_of(config: Config | None) -> dict[str, int]:
-    """Return the SM counts for `MoECommunicator.set_sms`: one kernel sends and receives on the config's SMs."""
+def _num_sms(config: Config) -> int | None:
+    """Return the SMs of a call. None: as many as fill the links."""
     arguments.check_kind(Config, config=config)
-    sending = Buffer._asked_sms if config is None else config.num_sms
-    return sms_of(sending)
+    return config.num_sms

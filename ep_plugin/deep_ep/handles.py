@@ -43,8 +43,11 @@ class Handle(tuple[torch.Tensor, ...]):
         6: recv_gbl_rank_prefix_sum, int32 ``[R]``: the rows that ranks 0 to i send to this rank.
     """
 
-    routing: DispatchHandle
-    """The parts as MoECommunicator knows them. It needs no check of these very tensors."""
+    @functools.cached_property
+    def routing(self) -> DispatchHandle:
+        """The parts as MoECommunicator knows them."""
+        _, plan, topk_ids, recv_rows, *_, kept = self
+        return DispatchHandle(topk_ids, plan, recv_rows, kept[1:], int(kept[0]))
 
 
 def handle_of(comm: MoECommunicator, routing: DispatchHandle, is_token_in_rank: torch.Tensor) -> Handle:
@@ -54,12 +57,9 @@ def handle_of(comm: MoECommunicator, routing: DispatchHandle, is_token_in_rank: 
     if comm.nodes is None:
         R = comm.size
         matrix = routing.plan.as_strided((R, R), (R, 1))  # see MetaLayout in csrc/common/layout.h
-        handle = Handle((matrix, *private, is_token_in_rank, kept))
-    else:
-        received = _received_through(comm, routing)
-        handle = Handle((is_token_in_rank, *private, _NOTHING, _NOTHING, received, _NOTHING, _NOTHING, kept))
-    handle.routing = routing
-    return handle
+        return Handle((matrix, *private, is_token_in_rank, kept))
+    received = _received_through(comm, routing)
+    return Handle((is_token_in_rank, *private, _NOTHING, _NOTHING, received, _NOTHING, _NOTHING, kept))
 
 
 def routing_of(handle: object) -> DispatchHandle:
@@ -71,7 +71,7 @@ def routing_of(handle: object) -> DispatchHandle:
     if len(handle) not in _LENGTHS or not all(isinstance(part, torch.Tensor) for part in handle):
         parts = ", ".join(type(part).__name__ for part in handle)
         raise ValueError(f"handle: expected what dispatch returned, 6 or 10 tensors, got ({parts})")
-    _, plan, topk_ids, recv_rows, *_, kept = handle
+    _, _, topk_ids, *_, kept = handle
     if topk_ids.dim() != 2:
         raise ValueError(f"handle.topk_ids: expected 2 dimensions, got shape {tuple(topk_ids.shape)}")
     if kept.dtype is not torch.int64 or kept.dim() != 1 or len(kept) < 2 or kept.device.type != "cpu":
@@ -79,7 +79,7 @@ def routing_of(handle: object) -> DispatchHandle:
             "handle: expected the parts of what dispatch returned, in their order, the last one torch.int64 in host "
             f"memory, got {kept.dtype} of shape {list(kept.shape)} on {kept.device}"
         )
-    return DispatchHandle(topk_ids, plan, recv_rows, kept[1:], int(kept[0]))
+    return Handle(handle).routing
 
 
 def worst_tokens_of(routing: DispatchHandle) -> int:

@@ -6,6 +6,7 @@ A group is served by one backend for each type of device, or it is a class of it
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ep_plugin.config import MAX_TIMEOUT_S
@@ -45,14 +46,17 @@ def checked_group(group: Group) -> dist.ProcessGroup:
     return group
 
 
+@functools.cache
+def _c10d() -> Any:
+    """torch.distributed's module of groups, without the time of an import statement."""
+    from torch.distributed import distributed_c10d as c10d
+
+    return c10d
+
+
 def is_alive(group: dist.ProcessGroup) -> bool:
     """Whether the process group has not been destroyed."""
-    from torch.distributed import get_process_group_ranks
-
-    try:
-        return bool(get_process_group_ranks(group))
-    except KeyError:
-        return False
+    return group in _c10d()._world.pg_group_ranks  # get_process_group_ranks() would copy the ranks at every call
 
 
 def timeout_of(group: dist.ProcessGroup) -> float:

@@ -21,14 +21,15 @@ from tests.moe.moe_cases import on_ranks
 TOKENS, HIDDEN, TOPK, EXPERTS = 16, 64, 4, 8
 LIMITS = {
     "get_dispatch_layout": (6, 25),
-    "dispatch": (22, 170),
-    "dispatch, num_worst_tokens": (22, 150),
-    "dispatch, known routing": (5, 137),
-    "combine": (1, 120),
-    "combine, weights": (2, 133),
+    "dispatch": (22, 10),
+    "dispatch, num_worst_tokens": (22, 10),
+    "dispatch, known routing": (5, 8),
+    "combine": (1, 8),
+    "combine, weights": (2, 8),
     "combine, two biases": (3, 142),
 }
-"""By call: operators of torch, and functions of Python with room for those that other versions of torch add."""
+"""By call: operators of torch where a profiler watches, and functions of Python where nobody does, with room for those
+that other versions of torch add."""
 
 
 def _operators_of(call: Callable[[], Any]) -> Counter[str]:

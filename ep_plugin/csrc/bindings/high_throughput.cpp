@@ -103,6 +103,23 @@ std::shared_ptr<typename Door::Kind> made_of(const std::shared_ptr<HighThroughpu
   return operation;
 }
 
+// Returns the functions of deep_ep.Buffer's calls, whose handles are tuples of the class `handle_type`.
+py::tuple buffer_functions(const std::shared_ptr<HighThroughput>& engine, const py::type& handle_type) {
+  engine->buffer_handle = Object(kept(handle_type));
+  return py::make_tuple(whole<control::DispatchOfBuffer>(engine, "buffer_dispatch"),
+                        whole<control::CombineOfBuffer>(engine, "buffer_combine"));
+}
+
+// Makes a Buffer's call known, which has passed all checks and was run as the operator's call. Both: the arguments.
+template <class Door, class OfOperator>
+void learn_buffer(const std::shared_ptr<HighThroughput>& engine, const py::tuple& of_buffer,
+                  const py::args& of_operator) {
+  typename Door::Kind::Given read{};
+  if (of_buffer.size() != Door::num_args || !Door::read(*engine, &PyTuple_GET_ITEM(of_buffer.ptr(), 0), read)) return;
+  typename Door::Kind(engine, read).learn_from(*made_of<OfOperator>(engine, of_operator));
+  require(PyErr_Occurred() == nullptr);
+}
+
 void bind_engine(py::module_& m) {
   py::class_<HighThroughput, std::shared_ptr<HighThroughput>>(m, "HighThroughput")
       .def(
@@ -154,6 +171,9 @@ void bind_engine(py::module_& m) {
            [](const std::shared_ptr<HighThroughput>& engine) {
              return whole<control::CombineOfOperator>(engine, "combine");
            })
+      .def("buffer_functions", &buffer_functions)
+      .def("learn_buffer_dispatch", &learn_buffer<control::DispatchOfBuffer, control::DispatchOfOperator>)
+      .def("learn_buffer_combine", &learn_buffer<control::CombineOfBuffer, control::CombineOfOperator>)
       .def("new_dispatch", &made_of<control::DispatchOfOperator>)
       .def("new_combine", &made_of<control::CombineOfOperator>)
       .def(

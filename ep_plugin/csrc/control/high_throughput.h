@@ -89,6 +89,7 @@ class HighThroughput : public Engine, public std::enable_shared_from_this<HighTh
   Plans<DispatchPlan> dispatches;
   Plans<CombinePlan> combines;
   Expected expected;
+  Object buffer_handle;        // deep_ep.Handle, once a Buffer has asked for its functions
   bool is_busy = false;        // an operation is in flight
   bool denies_totals = false;  // tests: the host has always come before the totals
   uint64_t reserved = 0;       // operations for which a pool was large enough or has been grown

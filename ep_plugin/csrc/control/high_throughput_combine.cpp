@@ -26,6 +26,7 @@ Combine::Combine(std::shared_ptr<HighThroughput> engine, const Given& given)
   form_ = inputs.form();
   nbytes_ = bytes_of(y);
   settings_ = {Object::borrowed(given.is_per_row ? Py_True : Py_False)};
+  if (door_ == Door::kBuffer) settings_.push_back(Object::borrowed(given.sms));
   rows_ = y.shape[0];
   for (const DLTensor* beside : {&weights, &extra})
     if (beside->num_dims > 0 && beside->shape[0] != rows_) return;
@@ -37,14 +38,18 @@ Combine::Combine(std::shared_ptr<HighThroughput> engine, const Given& given)
   recv_.bias = address_of(bias);
   has_extra_ = extra.num_dims > 0;
   is_readable_ = true;
-  const CombinePlan* plan = engine_->combines.find(std::string(form_), Door::kCommunicator, settings());
+  const CombinePlan* plan = find(engine_->combines);
   if (plan != nullptr) use(*plan);
 }
 
 void Combine::learn(const CombinePlan& plan) {
   if (!is_readable_) return;
-  engine_->combines.remember(form_, Door::kCommunicator, settings(), plan);
+  remember(engine_->combines, plan);
   use(plan);
+}
+
+void Combine::learn_from(const Combine& same) {
+  if (same.is_known_ && (!has_extra_ || same.plan_.extra_dtype == float32_number())) learn(same.plan_);
 }
 
 void Combine::use(const CombinePlan& plan) {
@@ -120,6 +125,12 @@ bool CombineOfCommunicator::read(const HighThroughput& engine, PyObject* const* 
   const auto& [y, handle, weights, bias] = *reinterpret_cast<PyObject* const(*)[num_args]>(args);
   given = {Door::kCommunicator, y, weights, bias, Py_None, false, engine.fields_of(handle)};
   return given.routing != nullptr;
+}
+
+bool CombineOfBuffer::read(const HighThroughput&, PyObject* const* args, Combine::Given& given) {
+  const auto& [x, handle, weights, bias, sms] = *reinterpret_cast<PyObject* const(*)[num_args]>(args);
+  given = {Door::kBuffer, x, Py_None, bias, weights, true, nullptr, sms};
+  return (given.routing = given.parts.of(handle)) != nullptr;
 }
 
 bool CombineOfOperator::read(const HighThroughput&, PyObject* const* args, Combine::Given& given) {

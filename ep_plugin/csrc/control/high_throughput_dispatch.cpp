@@ -17,6 +17,22 @@ int32_t int64_number() {
   return number;
 }
 
+// Whether `in_rank` [T, R] has the ranks to whose experts the ids [T, K] go, and no others.
+template <class Id>
+bool agree(const Id* ids, int64_t num_tokens, int64_t topk, int64_t local_experts, const DLTensor& in_rank) {
+  const auto* given = static_cast<const uint8_t*>(in_rank.data);
+  const int64_t ranks = in_rank.shape[1];
+  std::vector<uint8_t> expected(ranks);
+  for (int64_t t = 0; t < num_tokens; ++t) {
+    std::fill(expected.begin(), expected.end(), 0);
+    for (int64_t k = 0; k < topk; ++k)
+      if (const Id id = ids[t * topk + k]; id >= 0) expected[id / local_experts] = 1;
+    for (int64_t r = 0; r < ranks; ++r)
+      if (expected[r] != given[t * in_rank.strides[0] + r * in_rank.strides[1]]) return false;
+  }
+  return true;
+}
+
 PyObject* dispatch_name() {
   static PyObject* const name = interned("dispatch");
   return name;
@@ -29,9 +45,13 @@ Dispatch::Dispatch(std::shared_ptr<HighThroughput> engine, const Given& given)
       has_handle_(given.routing != nullptr),
       given_handle_(Object(Py_XNewRef(given.handle))) {
   Inputs inputs;
-  DLTensor x, ids, weights, scales;
+  DLTensor x, ids, weights, scales, per_rank, in_rank{}, per_expert;
   if (!read(inputs, {{given.x, &x}, {given.ids, &ids}, {given.weights, &weights}, {given.scales, &scales}})) return;
   if (has_handle_ && !read_handle(inputs, given.routing)) return;
+  if (is_for_buffer() && !has_handle_ &&
+      (!read(inputs, {{given.in_rank, &in_rank}}, engine_->is_on_gpu() ? kUnread : kFixedRows) ||
+       !read(inputs, {{given.per_rank, &per_rank}, {given.per_expert, &per_expert}}, kUnread)))
+    return;
   if (x.num_dims != 2 || ids.num_dims != 2) return;
   form_ = inputs.form();
   nbytes_ = bytes_of(x);
@@ -39,6 +59,13 @@ Dispatch::Dispatch(std::shared_ptr<HighThroughput> engine, const Given& given)
   const bool is_free = has_handle_ && PyLong_CheckExact(given.capacity);
   if (has_handle_ && !is_free && given.capacity != Py_None) return;  // True would have the key of a number
   settings_ = {Object::borrowed(is_free ? Py_True : given.capacity), Object::borrowed(given.quantize)};
+  if (is_for_buffer()) {
+    settings_.push_back(Object::borrowed(given.alignment));
+    settings_.push_back(Object::borrowed(given.sms));
+    in_rank_ = Object(Py_XNewRef(given.in_rank));
+    int overflow = 0;  // then the call has no key
+    if (is_fresh()) expert_alignment_ = PyLong_AsLongLongAndOverflow(given.alignment, &overflow);
+  }
   if (is_free) {
     int overflow = 0;
     given_capacity_ = PyLong_AsLongLongAndOverflow(given.capacity, &overflow);
@@ -54,24 +81,36 @@ Dispatch::Dispatch(std::shared_ptr<HighThroughput> engine, const Given& given)
   ids_ = address_of(ids);
   id_bytes_ = ids.type_bits / 8;
   is_readable_ = true;
-  const DispatchPlan* plan = engine_->dispatches.find(std::string(form_), Door::kCommunicator, settings());
+  const DispatchPlan* plan = find(engine_->dispatches);
+  if (plan != nullptr && (engine_->is_on_gpu() || !has_bad_ids(in_rank))) use(*plan);
+}
+
+// Whether ids are wrong in a way that only their values show. in_rank: empty, or a Buffer's is_token_in_rank.
+bool Dispatch::has_bad_ids(const DLTensor& in_rank) const {
+  const int64_t local = engine_->local_experts;
   BadId bad;
-  if (plan != nullptr &&
-      (engine_->is_on_gpu() || !find_bad_id(ids_, id_bytes_, num_tokens_, topk_, engine_->num_experts, &bad)))
-    use(*plan);
+  if (find_bad_id(ids_, id_bytes_, num_tokens_, topk_, engine_->num_experts, &bad)) return true;
+  if (in_rank.num_dims == 0) return false;
+  return id_bytes_ == 8 ? !agree(at<const int64_t>(ids_), num_tokens_, topk_, local, in_rank)
+                        : !agree(at<const int32_t>(ids_), num_tokens_, topk_, local, in_rank);
 }
 
 void Dispatch::learn(const DispatchPlan& plan) {
   if (!is_readable_) return;
-  engine_->dispatches.remember(form_, Door::kCommunicator, settings(), plan);
+  remember(engine_->dispatches, plan);
   use(plan);
+}
+
+void Dispatch::learn_from(const Dispatch& same) {
+  const int32_t weights = same.plan_.weight_dtype;
+  if (same.is_known_ && (weights < 0 || weights == float32_number())) learn(same.plan_);
 }
 
 void Dispatch::use(const DispatchPlan& plan) {
   plan_ = plan;
   if (has_handle_) {
-    plan_.capacity = given_capacity_;
     if (!has_sound_handle()) return;
+    plan_.capacity = is_for_buffer() && has_bounded_handle() ? totals_[0] : given_capacity_;
     const int64_t rows = rows_of_handle();
     if (is_bounded() && (plan_.capacity < rows || (has_bounded_handle() && plan_.capacity > rows))) return;
     known_ = has_bounded_handle() ? nullptr : totals_;
@@ -98,18 +137,25 @@ bool Dispatch::make_small_results() {
   const int64_t local = engine.local_experts, T = num_tokens_, K = topk_;
   const int64_t plan_words = meta_layout(engine.size, engine.num_experts).words + T * (engine.size + K);
   Address plan = 0, ids = 0;
-  std::vector<Part> parts{{&counts_, local, 0, &recv_.expert_count}, {&offsets_, local + 1, 0, &recv_.expert_offset}};
-  if (is_bounded()) parts.push_back({&limits_, 2, 0, &recv_.overflow});
+  const auto unless_for_buffer = [&](Object& owner) { return is_for_buffer() ? nullptr : &owner; };
+  // A Buffer returns none of the first three. The plan, or the counts, then hold the block.
+  std::vector<Part> parts{{is_fresh() ? unless_for_buffer(counts_) : &counts_, local, 0, &recv_.expert_count},
+                          {unless_for_buffer(offsets_), local + 1, 0, &recv_.expert_offset}};
+  if (is_bounded()) parts.push_back({unless_for_buffer(limits_), 2, 0, &recv_.overflow});
   if (is_fresh()) {
     const int64_t blocks = plan_blocks(T) * plan_block_words(engine.size, engine.num_experts);
     parts.push_back({&handle_.plan, plan_words, 0, &plan});
     parts.push_back({&handle_.topk_ids, T, K, &ids});
-    parts.push_back({&block_counts_, blocks, 0, &block_counts_at_});
+    parts.push_back({shares_memory ? nullptr : &block_counts_, blocks, 0, &block_counts_at_});
   }
   Results made = engine.new_results();
   std::vector<Object*> owners;
   bool is_made = make_parts(made, owners, parts, shares_memory);
-  if (is_bounded() && shares_memory)
+  if (is_for_buffer() && is_fresh()) {
+    is_made = is_made && made.view(0, {engine.size, engine.size}, (plan - recv_.expert_count) / 4);  // see MetaLayout
+    owners.push_back(&rank_rows_);
+  }
+  if (is_bounded() && door_ == Door::kCommunicator)
     for (Object* one : {&overflow_, &required_}) {
       is_made = is_made && made.view(0, {}, (recv_.overflow - recv_.expert_count) / 4 + (one == &required_));
       owners.push_back(one);
@@ -122,7 +168,8 @@ bool Dispatch::make_small_results() {
 // Makes the totals and the counts for the host, in its memory.
 bool Dispatch::make_host_results() {
   const int64_t local = engine_->local_experts, num_totals = is_bounded() ? 1 : kTotals + local;
-  if (is_bounded() && !is_fresh()) return true;
+  const int64_t before = is_for_buffer();  // the communicator's number
+  if ((is_bounded() || is_for_buffer()) && !is_fresh()) return true;
   Results made(kTorchCpu, 0);
   std::vector<Object*> owners;
   Address counts = 0, totals = 0;
@@ -131,11 +178,12 @@ bool Dispatch::make_host_results() {
     is_made = is_made && made.empty({size}, int64_number(), address);
     owners.push_back(&owner);
   };
-  if (!is_bounded()) add(host_counts_, local, &counts);
-  if (is_fresh()) add(handle_.totals, num_totals, &totals);
+  if (!is_bounded() && !is_for_buffer()) add(host_counts_, local, &counts);
+  if (is_fresh()) add(handle_.totals, before + num_totals, &totals);
   if (!is_made || !give(made, owners)) return false;
-  host_totals_ = at<int64_t>(totals);
+  host_totals_ = at<int64_t>(totals, 8 * before);
   host_counts_at_ = at<int64_t>(counts);
+  if (is_for_buffer()) host_totals_[-1] = PyLong_AsLongLong(engine_->number.get());
   if (is_bounded()) *host_totals_ = plan_.capacity;
   if (!is_fresh()) std::copy_n(totals_ + kTotals, local, host_counts_at_);
   return true;
@@ -284,7 +332,7 @@ bool Dispatch::wait_totals() {
   if (!engine.wait_totals(ticket_)) return false;
   const int64_t num_totals = kTotals + engine.local_experts;
   std::copy_n(engine.totals(), num_totals, host_totals_);
-  std::copy_n(host_totals_ + kTotals, engine.local_experts, host_counts_at_);
+  if (!is_for_buffer()) std::copy_n(host_totals_ + kTotals, engine.local_experts, host_counts_at_);
   known_ = host_totals_;
   return true;
 }
@@ -365,6 +413,7 @@ Object Dispatch::results() const {
 }
 
 Object Dispatch::made() const {
+  if (is_for_buffer()) return made_for_buffer();
   const PythonObjects& objects = python_objects();
   const bool is_flat = engine_->is_flat();
   const Object output = named_tuple(
@@ -376,6 +425,44 @@ Object Dispatch::made() const {
                                                   {handle_.topk_ids.get(), handle_.plan.get(), handle_.recv_rows.get(),
                                                    handle_.totals.get(), engine_->number.get()});
   return output && handle ? tuple_of({output.get(), handle.get()}) : Object();
+}
+
+// Returns the rows, their ids and weights, the list of counts, and the handle: the results of Buffer.dispatch without
+// its event.
+Object Dispatch::made_for_buffer() const {
+  const Object rows = scales_ ? tuple_of({rows_.get(), scales_.get()}) : rows_;
+  if (has_handle_ || !rows) return rows ? tuple_of({rows.get(), Py_None, Py_None, Py_None, Py_None}) : Object();
+  const int64_t listed = is_bounded() ? 0 : engine_->local_experts;
+  const Object counts(PyList_New(listed));
+  for (int64_t i = 0; counts && i < listed; ++i) {
+    const int64_t rows = host_totals_[kTotals + i], past = rows % expert_alignment_;
+    PyList_SET_ITEM(counts.get(), i, PyLong_FromLongLong(past == 0 ? rows : rows - past + expert_alignment_));
+  }
+  const Object handle =
+      named_tuple(engine_->buffer_handle.get(), {rank_rows_.get(), handle_.plan.get(), handle_.topk_ids.get(),
+                                                 handle_.recv_rows.get(), in_rank_.get(), handle_.totals.get()});
+  if (!counts || !handle || PyErr_Occurred()) return Object();
+  return tuple_of({rows.get(), row_ids_.get(), or_none(weights_), counts.get(), handle.get()});
+}
+
+bool DispatchOfBuffer::read(const HighThroughput& engine, PyObject* const* args, Dispatch::Given& given) {
+  const auto& [x, handle, per_rank, in_rank, per_expert, ids, weights, alignment, worst, sms] =
+      *reinterpret_cast<PyObject* const(*)[num_args]>(args);
+  given = {Door::kBuffer, x,       ids,      weights, Py_None,    Py_None,   Py_None,
+           nullptr,       nullptr, per_rank, in_rank, per_expert, alignment, sms};
+  if (PyTuple_CheckExact(x) && PyTuple_GET_SIZE(x) == 2 && PyTuple_GET_ITEM(x, 1) != Py_None) {
+    given.x = PyTuple_GET_ITEM(x, 0);
+    given.scales = PyTuple_GET_ITEM(x, 1);
+  }
+  if (handle != Py_None) {
+    given.alignment = Py_None;
+    given.ids = (given.routing = given.parts.of(handle)) == nullptr ? Py_None : given.routing[0];
+    return ids == Py_None && weights == Py_None && given.ids != Py_None;
+  }
+  // Without ids, ranks exchange more than rows. The engine with a bound on tokens serves calls with num_worst_tokens.
+  if (ids == Py_None || !PyLong_CheckExact(worst) || !PyLong_CheckExact(alignment)) return false;
+  if (PyObject_IsTrue(worst) == 1) given.capacity = worst;
+  return (given.capacity != Py_None) == (engine.max_tokens >= 0);
 }
 
 bool DispatchOfCommunicator::read(const HighThroughput& engine, PyObject* const* args, Dispatch::Given& given) {

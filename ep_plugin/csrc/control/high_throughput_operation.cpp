@@ -15,8 +15,9 @@ bool HighThroughputOperation::read_handle(Inputs& inputs, PyObject* const* field
   if (!read(inputs, {{fields[2], &recv_rows}}, kFreeRows) || !read(inputs, {{fields[3], &totals}})) return false;
   if (ids.num_dims != 2 || recv_rows.num_dims != 2 || totals.num_dims != 1 || totals.device_type != kDLCpu)
     return false;
-  totals_ = static_cast<const int64_t*>(totals.data);
-  num_totals_ = totals.shape[0];
+  const int64_t before = door_ == Door::kBuffer;  // the communicator's number
+  totals_ = static_cast<const int64_t*>(totals.data) + before;
+  num_totals_ = totals.shape[0] - before;
   routing_ = routing_of(address_of(ids), address_of(plan), ids.shape[0], ids.shape[1]);
   routing_.recv_rows = address_of(recv_rows);
   routing_.slots = recv_rows.shape[0];
@@ -27,6 +28,7 @@ bool HighThroughputOperation::read_handle(Inputs& inputs, PyObject* const* field
 
 bool HighThroughputOperation::has_sound_handle() const {
   const HighThroughput& engine = *engine_;
+  if (door_ == Door::kBuffer && totals_[-1] != PyLong_AsLongLong(engine.number.get())) return false;
   return routing_.slots ==
          (has_bounded_handle() ? engine.size * std::max<int64_t>(engine.max_tokens, 0) : totals_[kTotalSlots]);
 }
@@ -56,6 +58,16 @@ int64_t HighThroughputOperation::rows_of_handle() const {
 bool HighThroughputOperation::record() {
   const Object call = std::exchange(recorder, Object());
   return !call || Object(PyObject_CallFunctionObjArgs(call.get(), handle_.plan.get(), handle_.topk_ids.get(), nullptr));
+}
+
+PyObject* const* BufferHandle::of(PyObject* handle) {
+  constexpr Py_ssize_t num_parts = 6;
+  const bool is_list = PyList_Check(handle);
+  if ((!is_list && !PyTuple_Check(handle)) || Py_SIZE(handle) != num_parts) return nullptr;
+  PyObject* const* parts = is_list ? &PyList_GET_ITEM(handle, 0) : &PyTuple_GET_ITEM(handle, 0);
+  int to = 0;
+  for (const int part : {2, 1, 3, 5}) fields[to++] = parts[part];
+  return fields;
 }
 
 PyObject* const* tensors_in(PyObject* list) {

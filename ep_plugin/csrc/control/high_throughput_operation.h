@@ -14,7 +14,8 @@
 
 namespace ep::control {
 
-// A handle: tensors [T, K], [words], [S, K] and the totals in host memory.
+// A handle: tensors [T, K], [words], [S, K] and the totals in host memory. A Buffer's handle has the communicator's
+// number before the totals.
 struct HandleFields {
   Object topk_ids, plan, recv_rows, totals;
   Object tuple() const { return tuple_of({or_none(topk_ids), or_none(plan), or_none(recv_rows), or_none(totals)}); }
@@ -38,14 +39,24 @@ class HighThroughputOperation : public Operation {
  protected:
   // Reads a handle's tensors. Returns false if they are none of a handle.
   bool read_handle(Inputs& inputs, PyObject* const* fields);
-  // Whether the received slots are as many as the handle's totals say.
+  // Whether the received slots are as many as the handle's totals say. A Buffer's handle must also have this
+  // communicator's number.
   bool has_sound_handle() const;
   bool has_bounded_handle() const { return num_totals_ == 1; }  // its totals are the capacity alone
   int64_t rows_of_handle() const;                               // rows of its dispatch's output
   Routing routing_of(Address topk_ids, Address plan, int64_t num_tokens, int64_t topk) const;
   WaitForSenderArgs wait_for_sender(int32_t step, bool is_fresh) const;
   bool record();
-  Settings settings() const;
+  // Finds what Python has learned of a call like this one; null: nothing.
+  template <class Plan>
+  const Plan* find(const Plans<Plan>& plans) const {
+    return plans.find(std::string(form_), key_door(), settings());
+  }
+  // Makes calls like this one known.
+  template <class Plan>
+  void remember(Plans<Plan>& plans, const Plan& plan) const {
+    plans.remember(form_, key_door(), settings(), plan);
+  }
 
   const std::shared_ptr<HighThroughput> engine_;
   bool is_readable_ = false, is_known_ = false;
@@ -55,6 +66,17 @@ class HighThroughputOperation : public Operation {
   Routing routing_{};
   const int64_t* totals_ = nullptr;  // of the given handle
   int64_t num_totals_ = 0;
+
+ private:
+  Settings settings() const;
+  Door key_door() const { return door_ == Door::kBuffer ? Door::kBuffer : Door::kCommunicator; }
+};
+
+// The tensors of a Buffer's handle, in the order of DispatchHandle.
+struct BufferHandle {
+  PyObject* fields[4];
+  // Returns the fields; null if these are not the parts of a handle.
+  PyObject* const* of(PyObject* handle);
 };
 
 class Dispatch : public HighThroughputOperation {
@@ -64,10 +86,16 @@ class Dispatch : public HighThroughputOperation {
     PyObject *x, *ids, *weights, *scales, *capacity, *quantize;
     PyObject* const* routing;  // the tensors of an earlier handle, or null
     PyObject* handle;          // that handle, if made() returns it
+    // Of a Buffer: num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert, expert_alignment and the SMs.
+    PyObject *per_rank = nullptr, *in_rank = nullptr, *per_expert = nullptr, *alignment = nullptr, *sms = nullptr;
+    BufferHandle parts{};
   };
   Dispatch(std::shared_ptr<HighThroughput> engine, const Given& given);
   // Makes calls like this one known.
   void learn(const DispatchPlan& plan);
+  // Makes calls like this one of a Buffer known, for which the communicator has run `same`. Calls whose results differ
+  // stay unknown.
+  void learn_from(const Dispatch& same);
 
   bool start() override;
   bool finish() override;
@@ -76,7 +104,10 @@ class Dispatch : public HighThroughputOperation {
 
  private:
   void use(const DispatchPlan& plan);
+  bool has_bad_ids(const DLTensor& in_rank) const;
+  Object made_for_buffer() const;
   bool is_fresh() const { return !has_handle_; }
+  bool is_for_buffer() const { return door_ == Door::kBuffer; }
   bool is_bounded() const { return plan_.capacity >= 0; }
   bool make_small_results();
   bool make_host_results();
@@ -94,6 +125,7 @@ class Dispatch : public HighThroughputOperation {
 
   const bool has_handle_;
   const Object given_handle_;
+  int64_t expert_alignment_ = 1;  // of a Buffer's list of counts
   int64_t num_tokens_ = 0, topk_ = 0, given_capacity_ = -1;
   Address ids_ = 0;
   int32_t id_bytes_ = 4;
@@ -110,7 +142,7 @@ class Dispatch : public HighThroughputOperation {
   std::unique_ptr<Results> output_;  // until its tensors are objects
   Rows room_{};                      // of the output
   Object rows_, scales_, weights_, row_ids_, counts_, offsets_, limits_, overflow_, required_, host_counts_,
-      block_counts_;
+      block_counts_, rank_rows_, in_rank_;
 };
 
 class Combine : public HighThroughputOperation {
@@ -120,15 +152,18 @@ class Combine : public HighThroughputOperation {
     PyObject *y, *weights, *bias, *extra;
     bool is_per_row;
     PyObject* const* routing;  // the tensors of the handle
+    PyObject* sms = nullptr;   // of a Buffer
+    BufferHandle parts{};
   };
   Combine(std::shared_ptr<HighThroughput> engine, const Given& given);
-  // Makes calls like this one known.
+  // These are as Dispatch's.
   void learn(const CombinePlan& plan);
+  void learn_from(const Combine& same);
 
   bool start() override;
   bool finish() override;
   Object results() const override { return tuple_of({or_none(out_), or_none(extra_out_)}); }
-  Object made() const override { return out_; }
+  Object made() const override { return door_ == Door::kBuffer ? results() : out_; }
 
  private:
   void use(const CombinePlan& plan);
@@ -183,6 +218,16 @@ struct DispatchOfOperator {  // as ops.dispatch without its last two arguments
 struct CombineOfOperator {  // as ops.combine without its last two arguments
   using Kind = Combine;
   static constexpr Py_ssize_t num_args = 6;
+  static bool read(const HighThroughput& engine, PyObject* const* args, Combine::Given& given);
+};
+struct DispatchOfBuffer {  // x, handle, num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert, topk_idx,
+  using Kind = Dispatch;   // topk_weights, expert_alignment, num_worst_tokens, SMs
+  static constexpr Py_ssize_t num_args = 10;
+  static bool read(const HighThroughput& engine, PyObject* const* args, Dispatch::Given& given);
+};
+struct CombineOfBuffer {  // x, handle, topk_weights, bias, SMs
+  using Kind = Combine;
+  static constexpr Py_ssize_t num_args = 5;
   static bool read(const HighThroughput& engine, PyObject* const* args, Combine::Given& given);
 };
 

@@ -46,7 +46,7 @@ bool Inputs::read(PyObject* object, RowsInForm rows) {
   if (ask.is_neg.of(object).get() != Py_False) return false;
   bool is_empty = false;
   for (int i = 0; i < last_.num_dims; ++i) is_empty |= last_.shape[i] == 0;
-  if (!is_empty && (last_.data == nullptr || !holds_all(object))) return false;
+  if (!is_empty && rows != kUnread && (last_.data == nullptr || !holds_all(object))) return false;
   if (torch_functions().aoti_torch_grad_mode_is_enabled())
     needs_grad_ |= ask.requires_grad.of(object).get() != Py_False;
   const Object dtype = ask.dtype.of(object);  // lives as long as PyTorch

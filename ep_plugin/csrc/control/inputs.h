@@ -10,8 +10,9 @@
 
 namespace ep::control {
 
-// kFreeRows: tensors of two rows or more have one form whatever their number of rows.
-enum RowsInForm { kFixedRows, kFreeRows };
+// kFreeRows: tensors of two rows or more have one form whatever their number of rows. kUnread: the tensor's values are
+// not used, so its storage may have been freed.
+enum RowsInForm { kFixedRows, kFreeRows, kUnread };
 
 class Inputs {
  public:

@@ -51,8 +51,10 @@ bool make_parts(Results& made, std::vector<Object*>& owners, const std::vector<P
     const auto add = [&](std::initializer_list<int64_t> sizes) {
       return is_shared ? made.view(block, sizes, begin) : made.empty(sizes, int32, &address);
     };
-    if (!(part.columns == 0 ? add({part.rows}) : add({part.rows, part.columns}))) return false;
-    owners.push_back(part.owner);
+    if (part.owner != nullptr) {
+      if (!(part.columns == 0 ? add({part.rows}) : add({part.rows, part.columns}))) return false;
+      owners.push_back(part.owner);
+    }
     begin += aligned(part.rows * std::max<int64_t>(part.columns, 1));
     if (part.address != nullptr) *part.address = address;
   }

@@ -102,7 +102,7 @@ bool give(Results& made, std::vector<Object*> owners);
 
 // A small tensor. columns 0: it has one dimension.
 struct Part {
-  Object* owner;
+  Object* owner;  // null: memory of the shared block without a tensor of its own
   int64_t rows, columns;
   Address* address;  // where to write its address, or null
 };

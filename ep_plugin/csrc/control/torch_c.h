@@ -102,6 +102,10 @@ bool find_torch(PyObject* torch);
 
 // Returns PyTorch's number of a dtype, named as in "bfloat16". -1: PyTorch has no function for it.
 int32_t dtype_number(const std::string& name);
+inline int32_t float32_number() {
+  static const int32_t number = dtype_number("float32");
+  return number;
+}
 
 // Whether `object` is a torch.Tensor or a Parameter itself, no subclass. Its value is then its memory.
 bool is_plain(PyObject* object);
