@@ -372,24 +372,100 @@ class Message(_Struct):
     dtype: int = ...
 
 def device_message_memory_bytes(num_ranks: int, num_channels: int) -> int: ...
-def message_sms(message: Message, /) -> int:
-    """Returns how many SMs the kernel of a message takes, at either end, on a GPU."""
+def message_sms(nbytes: int, /) -> int:
+    """The SMs that one end of a message occupies."""
 
 class DeviceMessageArgs(_Struct):
     comm: Comm = ...
     message: Message = ...
     stream: int = ...
 
-class CpuMessages:
-    def __init__(self, comm: Comm, memory: Sequence[int], num_channels: int) -> None: ...
-    def post(self, message: Message) -> int: ...
-    def is_over(self, ticket: int) -> bool: ...
-    def is_done(self, ticket: int) -> bool: ...
-    def wait(self, tickets: Sequence[int], limit_ns: int, timeout_ns: int) -> int:
+class MessageQueue:
+    """The messages of one rank inside a node (csrc/common/message_queue.h)."""
+
+    def post(self, message: Message, /) -> int:
+        """Returns the message's ticket."""
+
+    def wait(self, tickets: Sequence[int], limit_ns: int, timeout_ns: int, /) -> int:
         """0: all are done. 1: one has failed. 3: the limit has passed."""
 
-    def wait_for_sends(self, timeout_ns: int) -> int: ...
     def close(self) -> None: ...
+
+class CpuMessages(MessageQueue):
+    def __init__(self, comm: Comm, memory: Sequence[int], num_channels: int, /) -> None: ...
+
+class GpuMessages(MessageQueue):
+    def __init__(self, comm: Comm, board: int, budget: SmBudget, device: int, /, calls: object = None) -> None:
+        """calls: an object whose methods take the place of CUDA in tests (csrc/control/gpu_messages.h)."""
+
+class Messages:
+    """Starts messages inside the node, and waits for all messages of a call."""
+
+    def __init__(
+        self,
+        owner: object,
+        running: dict[Any, Any],
+        on: device,
+        log: CallLog,
+        name: str,
+        board: int,
+        device_index: int,
+        comm: Comm,
+        queue: MessageQueue,
+        places: Sequence[int],
+        num_channels: int,
+        in_order: bool,
+        codes: dict[dtype, int],
+        /,
+    ) -> None:
+        """places: the index in the node of each rank of the group; -1 for this rank and those of other nodes. in_order:
+        whether all ranks start messages in one order. codes: what stands for each dtype in a message."""
+
+    def start_function(self) -> Callable[..., StartedMessages | None]:
+        """collectives.messages.MessageEngine.start."""
+
+    @property
+    def num_calls(self) -> int:
+        """How many calls started here without Python."""
+
+    @property
+    def num_looks(self) -> int:
+        """How often a kept call was looked for."""
+
+    @property
+    def num_waiters(self) -> int:
+        """How many threads wait."""
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether the calling thread waits, below the handler of a signal."""
+
+    def keep(self, call: Call, memory: list[Any], /) -> StartedMessages:
+        """Keeps `memory` until all messages of the call are over."""
+
+    def post(self, started: StartedMessages, messages: Sequence[Message], /) -> None: ...
+    def kept(self) -> list[StartedMessages]: ...
+    def wait_for_sends(self) -> None: ...
+    def close(self) -> None: ...
+
+class StartedMessages:
+    """The messages that one call has started."""
+
+    transfers: Any
+    """Those with ranks of other nodes, which C waits for by its methods wait() and is_over(). None: there are none."""
+
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def memory(self) -> list[Any] | None: ...
+    def wait(self, limit_ns: int, /) -> bool | None:
+        """Waits until all are over, at most limit_ns (0: no limit). False after the limit. None: another GPU is
+        current."""
+
+    def is_over(self) -> bool:
+        """Whether those inside the node are over."""
+
+    def is_done(self) -> bool: ...
 
 class CpuReduceScatterArgs(_Struct):
     comm: Comm = ...
@@ -839,12 +915,6 @@ class _Kernels:
     def small_exchange(self, args: SmallExchangeArgs) -> None:
         """On GPUs only."""
 
-    def send_message(self, args: DeviceMessageArgs) -> None:
-        """On GPUs only, as are the next two."""
-
-    def receive_message(self, args: DeviceMessageArgs) -> None: ...
-    def load_message_kernels(self) -> None: ...
-
 cpu: _Kernels
 cuda: _Kernels
 """Absent from a build without CUDA, as are the next two."""
@@ -917,6 +987,4 @@ def find_bad_id(
 def register_host(address: int, nbytes: int, device: int) -> int: ...
 def unregister_host(address: int) -> None: ...
 def order_streams(later: int, earlier: int, device: int) -> None: ...
-def make_stream(device: int) -> int: ...
-def drop_stream(stream: int) -> None: ...
 def stream_capture(stream: int, device: int) -> int: ...

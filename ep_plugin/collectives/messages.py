@@ -14,25 +14,24 @@ import datetime
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ep_plugin import _C, env
-from ep_plugin.collectives.backends.messages import CudaMessages
 from ep_plugin.collectives.control import take_set
 from ep_plugin.errors import CommunicatorClosed, EpPluginError, NotSupported, PeerTimeout
+from ep_plugin.runtime.base import running
 from ep_plugin.runtime.faults import disagreement
 from ep_plugin.runtime.group import GroupEngine
-from ep_plugin.runtime.streams import LaneStreams, Streams, kernels_for
+from ep_plugin.runtime.sms import budget_of
+from ep_plugin.runtime.streams import CallerStreams, Streams, kernels_for, on_device
 from ep_plugin.transport import open_memory, transport_for
 from ep_plugin.transport.exchange import Exchange
 
-_KEPT = 16  # with fewer calls, nobody looks for those that have finished
-_OVERDUE = 3  # of _C.CpuMessages.wait
 _LONGEST_NS = 2**62
 # A tag is _TAGS + [object][channel][unit][count], below 2**31. A count of 0 marks a header, of the sender or of the
 # receiver.
@@ -44,7 +43,7 @@ _DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, t
 _DTYPE_CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
 _DTYPE_BITS, _DIM_BITS = 8, 4  # of the number that stands for a dtype and an order of dimensions
 # Of messages with CPUs of other nodes, the calls that were open when their object was closed.
-_open_at_close: weakref.WeakKeyDictionary[dist.ProcessGroup, list[Started]] = weakref.WeakKeyDictionary()
+_open_at_close: weakref.WeakKeyDictionary[dist.ProcessGroup, list[Transfers]] = weakref.WeakKeyDictionary()
 # The objects in tags whose messages may still come: those in use, and those that closed before all was received.
 _used_in_tags: weakref.WeakKeyDictionary[dist.ProcessGroup, set[int]] = weakref.WeakKeyDictionary()
 
@@ -78,24 +77,64 @@ class Transfer:
     header: torch.Tensor | None = None
 
 
-@dataclass
-class Started:
-    """The messages that one call has started.
+class Transfers:
+    """The messages of one call with ranks of other nodes.
 
     Attributes:
-        tickets: the messages inside the node.
-        transfers: what moves between nodes and has not been waited for.
-        waiting: is held by the thread that waits for the transfers. Gloo's second wait for a message would never end.
+        open: those that have not been waited for.
     """
 
-    call: _C.Call
-    tickets: list[Any] = field(default_factory=list)
-    transfers: list[Transfer] = field(default_factory=list)
-    waiting: Any = field(default_factory=threading.Lock)
+    def __init__(self, engine: MessageEngine) -> None:
+        self._engine: MessageEngine = weakref.proxy(engine)
+        self.open: list[Transfer] = []
+        self._waiting = threading.Lock()  # of the thread that waits. Gloo's second wait for a message would never end
+
+    def wait(self, seconds: float | None) -> bool:
+        """Waits until all are over; False if `seconds` have passed."""
+        until = None if seconds is None else time.monotonic() + seconds
+        if not self._waiting.acquire(timeout=-1 if seconds is None else seconds):
+            return False
+        try:
+            while self.open:
+                self._engine.check_transfers()
+                self._engine.wait_for(self.open[0], until)
+                self.open.pop(0)
+        finally:
+            self._waiting.release()
+        return True
+
+    def wait_for_sends(self) -> None:
+        """Waits for what this rank sends, unless another thread waits."""
+        if not self._waiting.acquire(blocking=False):
+            return
+        try:
+            for one in self.open:
+                if not one.op.receives:
+                    self._engine.wait_for(one)
+            self.open = [one for one in self.open if one.op.receives]
+        finally:
+            self._waiting.release()
+
+    def is_over(self) -> bool:
+        return all(one.work.is_completed() or self._engine.has_failed for one in self.open)
+
+    def is_done(self) -> bool:
+        return all(one.work.is_completed() and one.work.is_success() for one in self.open)
+
+
+def leave(*given: Any) -> None:
+    """Takes the place of `MessageEngine.start`, for calls that Python takes."""
 
 
 class MessageEngine(GroupEngine):
-    """The messages of one SendReceive object. Its construction is collective over `group`."""
+    """The messages of one SendReceive object. Its construction is collective over `group`.
+
+    Attributes:
+        control: starts messages inside the node, and waits for all messages, in C.
+        start: starts the messages of a call. Its arguments are, for each of them, whether it receives, the tensor, the
+            other rank and the channel. It returns None for a call that Python must take: one that is wrong, or has
+            messages to this rank or to other nodes, or tensors that are not contiguous or not plain memory.
+    """
 
     in_order = False
     _in_tags = -1
@@ -104,9 +143,6 @@ class MessageEngine(GroupEngine):
     def __init__(self, group: dist.ProcessGroup, device: torch.device, num_channels: int) -> None:
         self.num_channels = num_channels
         self._group = group
-        self._kept: dict[int, tuple[Started, list[torch.Tensor]]] = {}
-        self._sweep_at = _KEPT
-        self._waiters: list[int] = []  # threads
         super().__init__(Exchange(group), device, group)
 
     def _construct(self, group: dist.ProcessGroup) -> None:
@@ -146,41 +182,60 @@ class MessageEngine(GroupEngine):
         block = self.memory.allocate(memory_bytes(self.node_size, self.num_channels), "messages")
         plain = env.settings().plain_kernels
         self.comm = self._comm_struct(block.ptrs, num_experts=self.node_size, plain=plain)
-        self.messages: Any
+        queue: _C.MessageQueue
         if by_kernels:
-            self.kernels.load_message_kernels()
-            lanes = LaneStreams(self.device)
-            self.streams, self.messages = lanes, CudaMessages(self, lanes)
+            self.streams = CallerStreams(self.device)
+            queue = _C.GpuMessages(self.comm, self.boards.address, budget_of(self.device), self.device.index)
         else:
-            self.streams, self.messages = Streams(), _C.CpuMessages(self.comm, list(block.ptrs), self.num_channels)
+            self.streams = Streams()
+            queue = _C.CpuMessages(self.comm, list(block.ptrs), self.num_channels)
         if self.device.type == "cpu" and self.rails.nodes:
             self._in_tags = self._agree_on_tags()
-        self._resources.callback(self._let_go)
-        # Also at the end of the process: its thread must not use tensors that the interpreter frees.
-        self._resources.callback(weakref.finalize(self, self.messages.close))
         self._places = {rank: index for index, rank in enumerate(self.node_ranks)}
+        others = self._places | {self.rank: -1}
+        self.control = _C.Messages(
+            self,
+            running,
+            self.device,
+            self.call_log,
+            self.name,
+            self.boards.address,
+            -1 if self.device.type == "cpu" else self.device.index,
+            self.comm,
+            queue,
+            [others.get(rank, -1) for rank in range(self.size)],
+            self.num_channels,
+            by_kernels,
+            _DTYPE_CODES,
+        )
+        self.start: Callable[..., _C.StartedMessages | None] = (
+            self.control.start_function() if self.is_direct else leave
+        )
+        # Also at the end of the process: its thread must not use tensors that the interpreter frees.
+        self._resources.callback(weakref.finalize(self, self.control.close))
+        self._resources.callback(self._let_go)
 
-    def post(self, ops: Sequence[Posted]) -> Started:
+    def post(self, ops: Sequence[Posted]) -> _C.StartedMessages:
         """Starts the operations."""
-        started = Started(self.last_call)
-        self._keep(started, [op.tensor for op in ops])  # first, since an operation may raise when others have begun
-        self._post_to_nodes([op for op in ops if op.peer not in self._places], started)
-        for op in sorted(ops, key=self._turn) if _moves_by_kernels(self.device) else ops:
-            place = self._places.get(op.peer)
-            if place is None:
-                continue
-            message = _C.Message(
-                peer=place,
-                channel=op.channel,
-                receives=op.receives,
-                data=op.tensor.data_ptr(),
-                bytes=op.tensor.numel(),
-                dtype=_dtype_and_order(op),
-            )
-            started.tickets.append(self.messages.post(message))
+        # Memory is kept first, since an operation may raise when others have begun.
+        started = self.control.keep(self.last_call, [op.tensor.untyped_storage() for op in ops])
+        if others := [op for op in ops if op.peer not in self._places]:
+            started.transfers = Transfers(self)
+            self._post_to_nodes(others, started.transfers)
+        self.control.post(started, [self._message(op) for op in ops if op.peer in self._places])
         return started
 
-    def _post_to_nodes(self, ops: Sequence[Posted], started: Started) -> None:
+    def _message(self, op: Posted) -> _C.Message:
+        return _C.Message(
+            peer=self._places[op.peer],
+            channel=op.channel,
+            receives=op.receives,
+            data=op.tensor.data_ptr(),
+            bytes=op.tensor.numel(),
+            dtype=_dtype_and_order(op),
+        )
+
+    def _post_to_nodes(self, ops: Sequence[Posted], transfers: Transfers) -> None:
         """Starts messages with ranks of other nodes. NCCL has no tags: the messages of one call move together. Their
         ends compare nothing, because the host would have to wait for the headers."""
         if self.device.type == "cuda":
@@ -188,18 +243,18 @@ class MessageEngine(GroupEngine):
                 dist.P2POp(dist.irecv if op.receives else dist.isend, op.tensor, group=self._group, group_peer=op.peer)
                 for op in ops
             ]
-            started.transfers += [Transfer(ops[0], work) for work in dist.batch_isend_irecv(calls)] if ops else []
+            transfers.open += [Transfer(ops[0], work) for work in dist.batch_isend_irecv(calls)]
             return
         for op in ops:
             mine = torch.tensor(self._header(op), device="cpu")
             theirs = torch.empty_like(mine)
             tags = (_OF_RECEIVER, _OF_SENDER) if op.receives else (_OF_SENDER, _OF_RECEIVER)
             # The receive goes first: when the peer gets this rank's header, its own is on its way.
-            started.transfers.append(Transfer(op, self._transfer(op, theirs, True, tags[1]), theirs))
-            started.transfers.append(Transfer(op, self._transfer(op, mine, False, tags[0])))
+            transfers.open.append(Transfer(op, self._transfer(op, theirs, True, tags[1]), theirs))
+            transfers.open.append(Transfer(op, self._transfer(op, mine, False, tags[0])))
             for part, tag in _parts(op.tensor):
-                started.transfers.append(Transfer(op, self._transfer(op, part, op.receives, tag)))
-        started.transfers.sort(key=lambda one: one.header is None)  # data arrives only if the ends agree
+                transfers.open.append(Transfer(op, self._transfer(op, part, op.receives, tag)))
+        transfers.open.sort(key=lambda one: one.header is None)  # data arrives only if the ends agree
 
     def _transfer(self, op: Posted, tensor: torch.Tensor, receives: bool, place: tuple[int, int]) -> dist.Work:
         """place: the unit and the count of the tag."""
@@ -210,68 +265,37 @@ class MessageEngine(GroupEngine):
         assert work is not None
         return work
 
-    def wait(self, started: Started, timeout: datetime.timedelta | None) -> bool:
+    def wait(self, started: _C.StartedMessages, timeout: datetime.timedelta | None) -> bool:
         """Waits until the operations are over; False if `timeout` has passed. Raises if one has failed. On GPUs the
         caller's stream waits, and the host only with a timeout."""
-        if self._is_copy:
-            self.check()
-        self._waiters.append(threading.get_ident())
-        call = self.call_log.begin("send-receive", "wait", started.call.nbytes, started.call)
-        try:
-            with self.ranged("send-receive", "wait", call.nbytes):
-                arrived = self._wait_for_all(started, timeout)
-            call.end()
-            if not arrived:
-                return False
-        except BaseException as error:
-            self._fail(error, "send-receive")
-            raise
-        finally:
-            self._waiters.remove(threading.get_ident())
-            if self._to_close:
-                self.close()
-        self._kept.pop(id(started), None)
-        return True
-
-    def _wait_for_all(self, started: Started, timeout: datetime.timedelta | None) -> bool:
         limit = 0 if not timeout else min(max(1, int(timeout.total_seconds() * 1e9)), _LONGEST_NS)
-        until = time.monotonic() + limit / 1e9 if limit else None
-        result = self.messages.wait(started.tickets, limit, self.comm.timeout_ns)
-        if result == _OVERDUE:
-            return False
-        if result:
-            raise self.error()
-        if not started.waiting.acquire(timeout=-1 if until is None else max(0.0, until - time.monotonic())):
-            return False
-        try:
-            while started.transfers:
-                if self.closed or self._error is not None:
-                    raise self.error()
-                self._wait_for(started.transfers[0], until)
-                started.transfers.pop(0)
-        finally:
-            started.waiting.release()
-        return True
+        with on_device(self.device), self.ranged("send-receive", "wait", started.nbytes):
+            return bool(started.wait(limit))
 
     def close(self) -> None:
-        if threading.get_ident() in self._waiters:  # a signal handler's call: the wait below it uses the memory
+        if self.control.is_waiting:  # a signal handler's call: the wait below it uses the memory
             self._to_close = True
             return self.abort("closed by a signal handler during a wait")
         super().close()
 
-    def is_over(self, started: Started) -> bool:
+    def is_over(self, started: _C.StartedMessages) -> bool:
         if self._is_copy:
             self.check()
-        return all(self.messages.is_over(ticket) for ticket in started.tickets) and all(
-            one.work.is_completed() or self._error is not None for one in started.transfers
-        )
+        return started.is_over() and (started.transfers is None or started.transfers.is_over())
 
-    def is_done(self, started: Started) -> bool:
+    def is_done(self, started: _C.StartedMessages) -> bool:
         if self._is_copy:
             self.check()
-        return all(self.messages.is_done(ticket) for ticket in started.tickets) and all(
-            one.work.is_completed() and one.work.is_success() for one in started.transfers
-        )
+        return started.is_done() and (started.transfers is None or started.transfers.is_done())
+
+    @property
+    def has_failed(self) -> bool:
+        return self._error is not None
+
+    def check_transfers(self) -> None:
+        """Raises the error of messages that have failed, if there is one."""
+        if self.closed or self.has_failed:
+            raise self.error()
 
     def error(self) -> Exception:
         """The error of messages that have failed."""
@@ -296,20 +320,11 @@ class MessageEngine(GroupEngine):
     def is_on_this_node(self, peer: int) -> bool:
         return peer in self._places
 
-    def _turn(self, op: Posted) -> tuple[int, int, bool, int]:
-        """Returns the place of a message in an order that all ranks share.
-
-        A GPU runs the kernels of a limited number of messages at a time. If all ranks start messages in one order, both
-        ends of the first unfinished message have started it.
-        """
-        low, high = sorted((self.rank, op.peer))
-        return low, high, op.receives == (self.rank == low), op.channel
-
     def _header(self, op: Posted) -> list[int]:
         """What both ends of a message compare: each field in its place."""
         return [op.tensor.numel(), _dtype_and_order(op)]
 
-    def _wait_for(self, transfer: Transfer, until: float | None = None) -> None:
+    def wait_for(self, transfer: Transfer, until: float | None = None) -> None:
         """until: a time.monotonic(); None: the group's timeout."""
         op, work = transfer.op, transfer.work
         seconds = self.timeout_s if until is None else max(1e-3, until - time.monotonic())
@@ -331,40 +346,26 @@ class MessageEngine(GroupEngine):
                 if mine != theirs:
                     raise disagreement(self, "send-receive", op.peer, of, mine, theirs)
 
-    def _keep(self, started: Started, tensors: list[torch.Tensor]) -> None:
-        """Keeps the tensors until their messages are over, also if nobody keeps the Work."""
-        if len(self._kept) >= self._sweep_at and not self.streams.capturing():
-            for key, (one, _) in list(self._kept.items()):
-                if self.is_over(one):
-                    self._kept.pop(key, None)
-            self._sweep_at = max(_KEPT, 2 * len(self._kept))
-        self._kept[id(started)] = started, tensors
+    def _transfers(self) -> list[Transfers]:
+        return [started.transfers for started in self.control.kept() if started.transfers is not None]
 
     def _let_go(self) -> None:
-        """Stops keeping tensors. Hands the open messages with CPUs of other nodes to their group, which keeps their
-        tensors: if data came for a receive that is gone, gloo would move nothing more between the two ranks."""
+        """Hands the open messages with CPUs of other nodes to their group, which keeps their tensors: if data came for
+        a receive that is gone, gloo would move nothing more between the two ranks."""
         if self.device.type == "cpu":
-            open_ones = [started for started, _ in self._kept.values() if started.transfers]
+            open_ones = [one for one in self._transfers() if one.open]
             _open_at_close.setdefault(self._group, []).extend(open_ones)
             if not open_ones and self._error is None:
                 _used_in_tags.get(self._group, set()).discard(self._in_tags)
-        self._kept.clear()
 
     def _drained(self) -> Exception | None:
         if self._error is None and self.boards.quiet():
-            self.messages.wait_for_sends(self.comm.timeout_ns)
-            for started, _ in list(self._kept.values()):
-                if not started.waiting.acquire(blocking=False):  # another thread waits for them
-                    continue
-                try:
-                    for one in started.transfers:
-                        if not one.op.receives:
-                            self._wait_for(one)
-                    started.transfers = [one for one in started.transfers if one.op.receives]
-                except EpPluginError as error:
-                    return error
-                finally:
-                    started.waiting.release()
+            self.control.wait_for_sends()
+            try:
+                for one in self._transfers():
+                    one.wait_for_sends()
+            except EpPluginError as error:
+                return error
         return super()._drained()
 
     def settle(self) -> None:

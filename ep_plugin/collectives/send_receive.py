@@ -19,11 +19,11 @@ from torch.distributed.distributed_c10d import Work
 
 from ep_plugin import _C
 from ep_plugin.collectives.base import check_timeout
-from ep_plugin.collectives.messages import MessageEngine, Posted
+from ep_plugin.collectives.messages import MessageEngine, Posted, leave
 from ep_plugin.collectives.shards import as_bytes_in_order
 from ep_plugin.counts import held_bytes
 from ep_plugin.errors import CommunicatorClosed, PeerTimeout
-from ep_plugin.runtime.base import leave
+from ep_plugin.runtime.base import leave as leave_block
 from ep_plugin.runtime.streams import resolve_device
 from ep_plugin.transport.groups import Group, checked_group
 from ep_plugin.transport.peer import PeerBuffer
@@ -94,6 +94,7 @@ class SendReceive:
         self.device = resolve_device(self.group, device)
         self._closed = False
         self._engine = MessageEngine(self.group, self.device, num_channels) if self.group.size() > 1 else None
+        self._start = leave if self._engine is None else self._engine.start
 
     @property
     def num_nodes(self) -> int:
@@ -112,20 +113,42 @@ class SendReceive:
 
     def send(self, tensor: torch.Tensor, dst: int, channel: int = 0) -> MessageWork:
         """Sends `tensor` to rank `dst`. The `Work` is done when the tensor may change."""
-        return self.batch([Send(tensor, dst, channel)])
+        started = self._start(False, tensor, dst, channel)
+        return self._batch([Send(tensor, dst, channel)]) if started is None else MessageWork([], self._engine, started)
 
     def receive(self, tensor: torch.Tensor, src: int, channel: int = 0) -> MessageWork:
         """Receives into `tensor` the next message of rank `src`."""
-        return self.batch([Receive(tensor, src, channel)])
+        started = self._start(True, tensor, src, channel)
+        if started is None:
+            return self._batch([Receive(tensor, src, channel)])
+        return MessageWork([tensor], self._engine, started)
 
     def exchange(self, send: torch.Tensor, receive: torch.Tensor, dst: int, src: int, channel: int = 0) -> MessageWork:
         """Sends to rank `dst` and receives from rank `src`, both at once."""
-        return self.batch([Send(send, dst, channel), Receive(receive, src, channel)])
+        started = self._start(False, send, dst, channel, True, receive, src, channel)
+        if started is None:
+            return self._batch([Send(send, dst, channel), Receive(receive, src, channel)])
+        return MessageWork([receive], self._engine, started)
 
     def batch(self, ops: Sequence[Send | Receive]) -> MessageWork:
         """Starts all operations; one `Work` for all of them. A message to this rank needs its receive in the batch."""
         if not isinstance(ops, Sequence):
             raise ValueError(f"ops: expected a sequence of Send and Receive, got {type(ops).__name__}")
+        given: list[Any] = []
+        for index, op in enumerate(ops):
+            if isinstance(op, Receive):
+                given += (True, op.tensor, op.src, op.channel)
+            elif isinstance(op, Send):
+                given += (False, op.tensor, op.dst, op.channel)
+            else:
+                raise ValueError(f"ops[{index}]: expected Send or Receive, got {type(op).__name__}")
+        started = self._start(*given)
+        if started is None:
+            return self._batch(ops)
+        return MessageWork([op.tensor for op in ops if isinstance(op, Receive)], self._engine, started)
+
+    def _batch(self, ops: Sequence[Send | Receive]) -> MessageWork:
+        """Does what `batch` does, for calls that C has left."""
         posted = [self._checked(f"ops[{index}]", op) for index, op in enumerate(ops)]
         own = [one for one in posted if one.peer == self.group.rank()]
         pairs = self._pairs(own)
@@ -165,12 +188,10 @@ class SendReceive:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        leave(self, error)
+        leave_block(self, error)
 
     def _checked(self, name: str, op: Send | Receive) -> Posted:
         """Returns the operation in the form that the engine takes. Raises ValueError if an argument is wrong."""
-        if not isinstance(op, (Send, Receive)):
-            raise ValueError(f"{name}: expected Send or Receive, got {type(op).__name__}")
         if isinstance(op, Receive):
             end, rank, receives = "src", op.src, True
         else:
@@ -225,7 +246,12 @@ class SendReceive:
 class MessageWork(Work):
     """The `torch.distributed.Work` of one call. It keeps the tensors alive until their messages are over."""
 
-    def __init__(self, outputs: list[torch.Tensor], engine: MessageEngine | None = None, started: Any = None) -> None:
+    def __init__(
+        self,
+        outputs: list[torch.Tensor],
+        engine: MessageEngine | None = None,
+        started: _C.StartedMessages | None = None,
+    ) -> None:
         super().__init__()
         self._outputs, self._engine, self._started = outputs, engine, started
 
@@ -236,8 +262,15 @@ class MessageWork(Work):
         Returns True. Raises PeerTimeout after either, and the communicator's error if the messages have failed. With
         ranks of other nodes the backend ends all its messages at `timeout`, so the communicator has failed then.
         """
-        check_timeout(timeout)
-        if self._engine is not None and not self._engine.wait(self._started, timeout):
+        engine, started = self._engine, self._started
+        if engine is None or started is None:
+            check_timeout(timeout)
+            return True
+        arrived = started.wait(0) if timeout is None and engine.is_direct else None
+        if arrived is None:
+            check_timeout(timeout)
+            arrived = engine.wait(started, timeout)
+        if not arrived:
             raise PeerTimeout(f"wait: expected the messages to end within {timeout}, they have not", None, "wait")
         return True
 
@@ -246,11 +279,11 @@ class MessageWork(Work):
 
     def is_completed(self) -> bool:
         """Whether the messages are over, with or without an error. Over gloo, to other nodes, they are after `wait`."""
-        return self._engine is None or self._engine.is_over(self._started)
+        return self._engine is None or self._started is None or self._engine.is_over(self._started)
 
     def is_success(self) -> bool:
         """Whether the messages are over and have arrived."""
-        return self._engine is None or self._engine.is_done(self._started)
+        return self._engine is None or self._started is None or self._engine.is_done(self._started)
 
     def exception(self) -> Exception | None:
         """The error that the messages ended with; None if they have none so far."""

@@ -5,10 +5,9 @@
   per device, so at most one sending and one receiving kernel are resident. The send stream has the higher priority. The
   code that enqueues a kernel keeps its memory alive until `join`. If `join` may come on another stream, or never, it
   calls `record`. Otherwise the allocator would reuse memory that kernels still use.
-- `LaneStreams` serves messages on GPUs: a stream for each lane and direction, so that no message waits for one of
-  another lane.
 - `CallerStreams` serves collectives and low latency on GPUs. Kernels run on the caller's streams, in the order of the
-  calls. Low-latency kernels take all SMs, so all communicators of a device share one order.
+  calls. Low-latency kernels take all SMs, so all communicators of a device share one order. Messages run on streams of
+  their own, which csrc/control/gpu_messages.h orders after the caller's.
 
 Every kernel that waits for peers enters a `_C.StreamOrder` before it is enqueued. These orders share the SMs of the
 device: a kernel runs beside others only if it fits (csrc/control/stream_order.h).
@@ -136,73 +135,6 @@ class HighThroughputStreams(Streams):
 
     def capturing(self) -> int:
         return _C.stream_capture(self.caller(), self._index)
-
-
-class LaneStreams(Streams):
-    """A stream for each lane and direction, beside the caller's stream. `lane`: any key."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device, self._index = device, device.index
-        self._streams: dict[Any, torch.cuda.Stream] = {}
-        self._orders: dict[Any, _C.StreamOrder] = {}
-
-    def begin(self, lane: Any, sms: int) -> int:
-        """Returns the lane's stream, ordered after the caller's, for a kernel that waits on `sms` SMs."""
-        stream = self._streams.get(lane)
-        if stream is None:
-            stream = self._streams[lane] = self._made()
-            self._orders[lane] = _C.StreamOrder(budget_of(self._device), of_messages=True)
-        _C.order_streams(stream.cuda_stream, current_stream(self._device), self._index)
-        return self._orders[lane].enter(stream.cuda_stream, sms)
-
-    def end(self, lane: Any) -> LaneMark:
-        """Marks the work that the lane's stream has now."""
-        event = torch.cuda.Event()
-        event.record(self._streams[lane])
-        return LaneMark(event, self._device, bool(self.capturing()))
-
-    def aside(self) -> contextlib.AbstractContextManager[Any]:
-        """Makes torch's operations in the block run on a stream that waits for no message."""
-        stream = self._streams.get("aside")
-        if stream is None:
-            stream = self._streams["aside"] = self._made()
-        return on_stream(stream)
-
-    def capturing(self) -> int:
-        return _C.stream_capture(current_stream(self._device), self._index)
-
-    def drain(self) -> None:
-        torch.cuda.synchronize(self._device)  # a CUDA graph runs its kernels on the caller's streams
-
-    def close(self) -> None:
-        """Gives the streams back. Their work goes on."""
-        self._orders.clear()
-        for stream in self._streams.values():
-            _C.drop_stream(stream.cuda_stream)
-        self._streams.clear()
-
-    def _made(self) -> torch.cuda.Stream:
-        return torch.cuda.ExternalStream(_C.make_stream(self._index), self._device)
-
-
-class LaneMark:
-    """The work of a lane's stream up to one point."""
-
-    def __init__(self, event: torch.cuda.Event, device: torch.device, captured: bool) -> None:
-        self._event, self._device, self._captured = event, device, captured
-
-    def is_over(self) -> bool:
-        """Returns whether the work is over. Work in a CUDA graph counts as over, since it cannot be queried."""
-        return self._captured or bool(self._event.query())
-
-    def join(self) -> None:
-        """Orders the caller's stream after the work."""
-        caller_stream(self._device).wait_event(self._event)
-
-    def block(self) -> None:
-        """Blocks the host until the work is over."""
-        if not self._captured:
-            self._event.synchronize()
 
 
 class CallerStreams(Streams):

@@ -368,7 +368,7 @@ def _say_when_it_waits(p2p: SendReceive, key: str) -> None:
     assert engine is not None
 
     def look() -> None:
-        while not engine._waiters:
+        while not engine.control.num_waiters:
             time.sleep(0.001)
         store.set(key, "")
 

@@ -166,24 +166,16 @@ def test_a_forked_child_may_not_wait() -> None:
 def _sends_many(rank: int, count: int) -> int:
     """How often open calls are looked for while nobody waits."""
     with SendReceive() as p2p:
-        x, looks = torch.ones(1), 0
+        x = torch.ones(1)
         engine: Any = p2p._engine
-        is_over = engine.is_over
-
-        def counted(started: Any) -> bool:
-            nonlocal looks
-            looks += 1
-            return bool(is_over(started))
-
-        engine.is_over = counted
         works = [p2p.send(x, 1) if rank == 0 else p2p.receive(x, 0) for _ in range(count)] if rank == 0 else []
         dist.barrier()
         for _ in range(count if rank else 0):
             p2p.receive(torch.zeros(1), 0).wait()
         for work in works:
             work.wait()
-        assert rank or not engine._kept
-        return looks
+        assert rank or not engine.control.kept()
+        return int(engine.control.num_looks)
 
 
 def test_posting_does_not_slow_down_with_open_messages() -> None:
@@ -213,8 +205,8 @@ def _fails_in_a_batch(rank: int) -> None:
         messages.dist.isend = _raises  # type: ignore[assignment]
         with pytest.raises(RuntimeError, match="no connection"):
             p2p.batch([Receive(data, 1), Send(torch.ones(1), 2)])
-        (_, kept), *_ = p2p._engine._kept.values()  # type: ignore[union-attr]
-        assert data.data_ptr() in [one.data_ptr() for one in kept]
+        (kept,) = p2p._engine.control.kept()  # type: ignore[union-attr]
+        assert data.data_ptr() in [one.data_ptr() for one in kept.memory]
     dist.barrier()  # rank 2 ends after the receive of its header has begun
     p2p.close()
     nothing_left_behind()

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib.util
 import itertools
 import sysconfig
 import time
 from collections.abc import Iterator
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -41,9 +42,6 @@ KERNELS = [
     "combine_add",
     "add_counts",
     "layout",
-    "send_message",
-    "receive_message",
-    "load_message_kernels",
 ]
 
 
@@ -94,38 +92,51 @@ class EmulatedStreams(Streams):
 
 
 class EmulatedLanes(Streams):
-    """As LaneStreams, with a stream of the emulation for each lane. What the caller's stream has is done."""
+    """The streams of one object's messages, and what its part in C calls in CUDA's place.
+
+    What the caller's stream has is done. A mark is a number of kernels of a stream.
+    """
 
     _numbers = itertools.count(3)
 
     def __init__(self, module: ModuleType) -> None:
         self._module = module
-        self._lanes: dict[Any, int] = {}
+        self._lanes: list[int] = []
+        self._marks: dict[int, tuple[int, int]] = {}
+        self.load_message_kernels = module.load_message_kernels
+        self.send_message, self.receive_message = module.send_message, module.receive_message
 
-    def begin(self, lane: Any, sms: int) -> int:
-        return self._lanes.setdefault(lane, next(self._numbers))
+    def make_stream(self, device: int) -> int:
+        self._lanes.append(next(self._numbers))
+        return self._lanes[-1]
 
-    def end(self, lane: Any) -> Any:
-        stream = self._lanes[lane]
-        count = self._module.enqueued(stream)
+    def drop_stream(self, stream: int) -> None: ...
 
-        def is_over() -> bool:
-            return bool(self._module.ended(stream) >= count)
+    def mark(self, stream: int, device: int) -> int:
+        number = next(self._numbers)
+        self._marks[number] = stream, self._module.enqueued(stream)
+        return number
 
-        def wait() -> None:
-            while not is_over():
-                time.sleep(0.0001)
+    def drop_mark(self, mark: int) -> None:
+        del self._marks[mark]
 
-        return SimpleNamespace(is_over=is_over, join=wait, block=wait)
+    def is_over(self, mark: int) -> bool:
+        stream, count = self._marks[mark]
+        return bool(self._module.ended(stream) >= count)
 
-    def aside(self) -> contextlib.AbstractContextManager[Any]:
-        return contextlib.nullcontext()
+    def order_after(self, stream: int, mark: int) -> None:
+        self.wait_on_host(mark)
+
+    def wait_on_host(self, mark: int) -> None:
+        while not self.is_over(mark):
+            time.sleep(0.0001)
+
+    def fill(self, to: int, byte: int, count: int, stream: int) -> None:
+        ctypes.memset(to, byte, count)
 
     def drain(self) -> None:
-        for number in self._lanes.values():
+        for number in self._lanes:
             self._module.synchronize(number)
-
-    def close(self) -> None: ...
 
 
 def load() -> ModuleType:
@@ -149,7 +160,20 @@ def serve_cpus() -> None:
     engine.high_throughput_streams = lambda device: streams
     torch.cuda.synchronize = lambda device=None: streams.drain()
     messages._moves_by_kernels = lambda device: True
-    messages.LaneStreams = lambda device: EmulatedLanes(module)  # type: ignore[assignment,misc]
+    _serve_messages(module)
     sms.for_dispatch = lambda *shape: SMS
     sms.for_combine = lambda *shape: SMS
     low_latency_sms.for_device = lambda device, sharing: LOW_LATENCY_SMS
+
+
+def _serve_messages(module: ModuleType) -> None:
+    made: list[EmulatedLanes] = []
+    gpu_messages: Any = _C.GpuMessages
+
+    def lanes(device: torch.device) -> EmulatedLanes:
+        made.append(EmulatedLanes(module))
+        return made[-1]
+
+    messages.CallerStreams = lanes  # type: ignore[assignment,misc]
+    messages.budget_of = lambda device: _C.SmBudget(0, 2**20, lambda *_: 0, lambda *_: None)
+    _C.GpuMessages = lambda comm, board, budget, _: gpu_messages(comm, board, budget, 0, calls=made[-1])  # type: ignore[assignment,misc]

@@ -158,7 +158,7 @@ def test_reserved_sms() -> None:
     ("nbytes", "sms"), [(0, 1), (1, 1), (16 << 10, 1), (20 << 10, 2), (128 << 10, 8), (1 << 30, 8)]
 )
 def test_sms_of_a_message(nbytes: int, sms: int) -> None:
-    assert _C.message_sms(_C.Message(bytes=nbytes)) == sms
+    assert _C.message_sms(nbytes) == sms
 
 
 @pytest.mark.parametrize("seed", range(20))

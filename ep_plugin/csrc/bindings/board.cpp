@@ -28,12 +28,6 @@ py::object abort_of(Address address) {
   return py::make_tuple(static_cast<int>(by) - 1, text_of(board.reason, sizeof(board.reason)));
 }
 
-bool is_quiet(Address address) {
-  const Board& board = *at<Board>(address);
-  return __atomic_load_n(&board.fault_set, __ATOMIC_ACQUIRE) == 0 &&
-         __atomic_load_n(&board.abort, __ATOMIC_ACQUIRE) == 0;
-}
-
 }  // namespace
 
 void bind_board(py::module_& m) {

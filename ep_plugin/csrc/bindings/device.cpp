@@ -3,23 +3,30 @@
 #if defined(EP_WITH_CUDA)
 #include "bindings/bind.h"
 #include "common/collectives.h"
-#include "common/send_receive.h"
 #include "common/wire.h"
-#include "control/engine.h"
+#include "control/gpu_messages.h"
 #include "cuda/core/host.h"
 
 namespace ep::bindings {
 
 void bind_cuda(py::module_& m) {
   control::cuda_calls() = {&stream_capture, &order_streams};
+  control::message_calls() = {&cuda::load_message_kernels,
+                              &cuda::send_message,
+                              &cuda::receive_message,
+                              &make_stream,
+                              &drop_stream,
+                              &mark_stream,
+                              &drop_mark,
+                              &is_over,
+                              &order_after,
+                              &wait_on_host,
+                              &fill};
   bind_table(m, "cuda", cuda_kernels());
   py::module_ kernels = m.attr("cuda");
   bind_kernel(kernels, "all_gather", &cuda::all_gather);
   bind_kernel(kernels, "small_exchange", &cuda::small_exchange);
   bind_kernel(kernels, "reduce_scatter", &cuda::reduce_scatter);
-  bind_kernel(kernels, "send_message", &cuda::send_message);
-  bind_kernel(kernels, "receive_message", &cuda::receive_message);
-  kernels.def("load_message_kernels", &cuda::load_message_kernels, py::call_guard<py::gil_scoped_release>());
   EP_STRUCT(m, WireArgs, kind, num_sms, keep, seed, chunk_bytes, bytes, failed, stream)
       .def("set_pairs", [](WireArgs& args, const std::vector<Address>& from, const std::vector<Address>& to) {
         if (from.size() != to.size()) throw py::value_error("pairs: expected as many sources as destinations");
@@ -35,8 +42,6 @@ void bind_cuda(py::module_& m) {
   m.def("register_host", &register_host);
   m.def("unregister_host", &unregister_host);
   m.def("order_streams", &order_streams, py::call_guard<py::gil_scoped_release>());
-  m.def("make_stream", &make_stream);
-  m.def("drop_stream", &drop_stream);
   m.def("stream_capture", &stream_capture);
 }
 

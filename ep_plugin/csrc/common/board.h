@@ -4,7 +4,7 @@
 #include <functional>
 #include <string>
 
-#include "common/api.h"
+#include "common/views.h"
 
 namespace ep {
 
@@ -20,6 +20,13 @@ WaitResult wait_ticket(Address board, uint64_t ticket, int64_t timeout_ns);
 
 // Waits in the same way until `there` returns true.
 WaitResult wait_until(const std::function<bool()>& there, Address board, int64_t timeout_ns);
+
+// Whether the board has neither a fault nor an abort.
+inline bool is_quiet(Address board) {
+  const Board& words = *at<Board>(board);
+  return __atomic_load_n(&words.fault_set, __ATOMIC_ACQUIRE) == 0 &&
+         __atomic_load_n(&words.abort, __ATOMIC_ACQUIRE) == 0;
+}
 
 // Writes an abort by `rank` to a board. The first abort stays.
 void abort_board(Address board, int rank, const std::string& reason);

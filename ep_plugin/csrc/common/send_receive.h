@@ -112,6 +112,9 @@ EP_HD constexpr MessageCut cut_message(int64_t bytes) {
   return MessageCut{chunk, chunks, static_cast<int>(chunks < kMessageParts ? chunks : kMessageParts)};
 }
 
+// The SMs that one end of a message of so many bytes occupies.
+EP_HD constexpr int message_sms(int64_t bytes) { return ceil_div(cut_message(bytes).parts, kPartsOfSm); }
+
 // One end of a message. comm.control[r]: the memory of rank r, as mapped here.
 struct DeviceMessageArgs {
   Comm comm;

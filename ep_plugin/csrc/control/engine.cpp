@@ -9,11 +9,6 @@ namespace ep::control {
 
 namespace {
 
-// Whether an attribute is `wanted`. False with Python's error set if there is none.
-bool is(PyObject* object, PyObject* attribute, PyObject* wanted) {
-  return Object(PyObject_GetAttr(object, attribute)).get() == wanted;
-}
-
 // An error that waits while Python runs something else. If that fails, its error is raised, in the context of this one.
 class Pending {
  public:
@@ -69,6 +64,10 @@ PythonObjects& python_objects() {
   return objects;
 }
 
+bool is(PyObject* object, PyObject* attribute, PyObject* wanted) {
+  return Object(PyObject_GetAttr(object, attribute)).get() == wanted;
+}
+
 PyObject* left() { return PyErr_Occurred() ? nullptr : Py_NewRef(Py_None); }
 
 Engine::Engine(PyObject* owner, PyObject* running, PyObject* device, std::shared_ptr<CallLog> log, std::string name,
@@ -76,24 +75,31 @@ Engine::Engine(PyObject* owner, PyObject* running, PyObject* device, std::shared
     : name(std::move(name)),
       board(board),
       device_index(device_index),
+      log_(std::move(log)),
       owner_(PyWeakref_NewRef(owner, nullptr)),
       running_(Object::borrowed(running)),
-      device_(Object::borrowed(device)),
-      log_(std::move(log)) {}
-
-bool Engine::is_quiet() const {
-  const Board& words = *at<Board>(board);
-  return __atomic_load_n(&words.fault_set, __ATOMIC_ACQUIRE) == 0 &&
-         __atomic_load_n(&words.abort, __ATOMIC_ACQUIRE) == 0;
-}
+      device_(Object::borrowed(device)) {}
 
 bool Engine::check() const {
   static PyObject* const check_name = interned("check");
   const Object owner = object_of(owner_.get());
-  return is_quiet() || !owner || call(owner.get(), check_name);
+  return is_quiet(board) || !owner || call(owner.get(), check_name);
 }
 
 Object Engine::owner() const { return object_of(owner_.get()); }
+
+void Engine::failed(PyObject* kind) const {
+  static PyObject* const failed_name = interned("operation_failed");
+  Pending pending;
+  if (const Object owner = this->owner()) call(owner.get(), failed_name, pending.normalized(), kind);
+}
+
+void Engine::close_if_asked() const {
+  static PyObject *const close_name = interned("_to_close"), *const close = interned("close");
+  Pending pending;
+  const Object owner = this->owner();
+  if (owner && !is(owner.get(), close_name, Py_False)) call(owner.get(), close);
+}
 
 bool Engine::current_stream(uint64_t* stream) const {
   *stream = caller ? caller() : 0;
@@ -151,7 +157,7 @@ bool Turn::enter() {
 // Whether the communicator is open and has no error.
 bool Turn::may_run() {
   static PyObject *const error_name = interned("_error"), *const closed_name = interned("closed");
-  return is(owner(), error_name, Py_None) && is(owner(), closed_name, Py_False) && engine_.is_quiet();
+  return is(owner(), error_name, Py_None) && is(owner(), closed_name, Py_False) && is_quiet(engine_.board);
 }
 
 bool Turn::begin(PyObject* kind, PyObject* part, int64_t nbytes, const Call* continues) {
@@ -180,24 +186,18 @@ bool Turn::ended() {
 }
 
 bool Turn::failed() {
-  static PyObject* const failed_name = interned("operation_failed");
-  Pending pending;
-  call(owner(), failed_name, pending.normalized(), kind_.get());
+  engine_.failed(kind_.get());
   return false;
 }
 
 PyObject* Turn::leave(PyObject* result) {
-  static PyObject *const close_name = interned("_to_close"), *const close = interned("close"),
-                         *const release = interned("release");
+  static PyObject* const release = interned("release");
   Object returned(result);
   if (is_running_) {
     Pending pending;
     PyDict_DelItem(engine_.running_.get(), engine_.device_.get());
   }
-  if (is_running_) {
-    Pending pending;
-    if (!is(owner(), close_name, Py_False)) call(owner(), close);
-  }
+  if (is_running_) engine_.close_if_asked();
   if (lock_) {
     Pending pending;
     call(lock_.get(), release);

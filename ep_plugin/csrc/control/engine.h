@@ -44,8 +44,6 @@ class Engine {
   const int device_index;
   int64_t num_calls = 0;  // operations, or halves of them, that ran here, for tests
 
-  // Whether the board has neither a fault nor an abort.
-  bool is_quiet() const;
   // Raises the communicator's error, if there is one. Returns false with Python's error set.
   bool check() const;
   // Sets the caller's stream. Returns false, maybe with Python's error set, if the device is not the current one.
@@ -74,12 +72,19 @@ class Engine {
   Object number, serves;             // of the communicator; the integration that counts its operations
   std::function<uint64_t()> caller;  // tests: returns the caller's stream in PyTorch's place
 
+ protected:
+  Object owner() const;  // none, if it is gone
+  // Makes peers and later calls raise after an error, which stays set. kind: the operation's name, a str.
+  void failed(PyObject* kind) const;
+  // Closes the communicator if the handler of a signal has tried that while it was in use.
+  void close_if_asked() const;
+
+  const std::shared_ptr<CallLog> log_;
+
  private:
   friend class Turn;
-  Object owner() const;  // none, if it is gone
 
-  const Object owner_, running_, device_;  // owner_: a weak reference
-  const std::shared_ptr<CallLog> log_;
+  const Object owner_, running_, device_;        // owner_: a weak reference
   std::map<PyObject*, std::string> activities_;  // what peers read of this rank, by the operation's name
   uint64_t thread_ = 0;  // the last that ran an operation here, by a number that no other thread gets
 };
@@ -151,6 +156,9 @@ class Turn {
   Call call_{};
   bool is_running_ = false;
 };
+
+// Whether an attribute is `wanted`. False with Python's error set if there is none.
+bool is(PyObject* object, PyObject* attribute, PyObject* wanted);
 
 // Returns operation(turn), which runs in a turn of the calling thread. Null with Python's error set.
 template <class Function>

@@ -24,9 +24,9 @@ bool Inputs::holds_all(PyObject* object) {
   const TensorDescriptors& ask = descriptors();
   int64_t last = 0, address = 0;
   for (int i = 0; i < last_.num_dims; ++i) last += (last_.shape[i] - 1) * last_.strides[i];
-  const Object storage = ask.untyped_storage.of(object);
-  if (!storage || !ask.storage_address.number_of(storage.get(), &address) ||
-      !ask.storage_bytes.number_of(storage.get(), &storage_bytes_))
+  storage_ = ask.untyped_storage.of(object);
+  if (!storage_ || !ask.storage_address.number_of(storage_.get(), &address) ||
+      !ask.storage_bytes.number_of(storage_.get(), &storage_bytes_))
     return false;
   begin_ = static_cast<int64_t>(address_of(last_)) - address;
   return begin_ + (last + 1) * last_.type_bits / 8 <= storage_bytes_;
@@ -35,6 +35,7 @@ bool Inputs::holds_all(PyObject* object) {
 bool Inputs::read(PyObject* object, RowsInForm rows) {
   const TensorDescriptors& ask = descriptors();
   last_ = DLTensor{};
+  storage_ = Object();
   if (object == Py_None) {
     const Head head{nullptr, -1, 0, 0, 0};
     form_.append(reinterpret_cast<const char*>(&head), sizeof(head));
@@ -49,10 +50,10 @@ bool Inputs::read(PyObject* object, RowsInForm rows) {
   if (!is_empty && rows != kUnread && (last_.data == nullptr || !holds_all(object))) return false;
   if (torch_functions().aoti_torch_grad_mode_is_enabled())
     needs_grad_ |= ask.requires_grad.of(object).get() != Py_False;
-  const Object dtype = ask.dtype.of(object);  // lives as long as PyTorch
+  dtype_ = ask.dtype.of(object).get();  // lives as long as PyTorch
   if (PyErr_Occurred()) return false;
   const auto misaligned = static_cast<int32_t>(address_of(last_) % kRowAlign);
-  const Head head{dtype.get(), last_.num_dims, last_.device_type, last_.device_id, misaligned};
+  const Head head{dtype_, last_.num_dims, last_.device_type, last_.device_id, misaligned};
   form_.append(reinterpret_cast<const char*>(&head), sizeof(head));
   const size_t at_shape = form_.size();
   form_.append(reinterpret_cast<const char*>(last_.shape), last_.num_dims * sizeof(int64_t));

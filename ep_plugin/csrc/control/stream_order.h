@@ -32,6 +32,7 @@ class SmBudget {
   // Leaves `sms` SMs to kernels of others, from now on. Calls do not add up.
   void reserve(int sms);
   int usable() const;
+  const CudaCalls& cuda() const { return cuda_; }
 
  private:
   friend class StreamOrder;

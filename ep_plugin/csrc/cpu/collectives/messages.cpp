@@ -1,6 +1,6 @@
 // Send and receive on CPUs, see messages.h.
 // Roles. Whoever holds the mutex moves chunks of all open messages: a caller in post() or wait(), else the thread. The
-// thread belongs to the queues, not to Messages: it holds them while it runs, so a forked child destroys neither.
+// thread belongs to Lanes, not to Messages: it holds them while it runs, so a forked child destroys neither.
 #include "cpu/collectives/messages.h"
 
 #include <sched.h>
@@ -35,9 +35,9 @@ uint64_t load(const uint64_t& word) { return __atomic_load_n(&word, __ATOMIC_ACQ
 }  // namespace
 
 // The open messages of one rank, by lane and direction.
-class MessageQueues : public std::enable_shared_from_this<MessageQueues> {
+class Lanes : public std::enable_shared_from_this<Lanes> {
  public:
-  MessageQueues(const Comm& comm, const std::vector<Address>& memory, int num_channels)
+  Lanes(const Comm& comm, const std::vector<Address>& memory, int num_channels)
       : comm_(comm), memory_(memory), num_channels_(num_channels), process_(getpid()) {
     for (int channel = 0; channel < num_channels; ++channel)
       for (int peer = 0; peer < comm_.num_ranks; ++peer)
@@ -86,13 +86,13 @@ class MessageQueues : public std::enable_shared_from_this<MessageQueues> {
     return wait_in(lock, tickets, limit_ns, timeout_ns);
   }
 
-  WaitResult wait_for_sends(int64_t timeout_ns) {
+  void wait_for_sends(int64_t timeout_ns) {
     std::unique_lock<std::mutex> lock(mutex_);
     std::vector<uint64_t> tickets;
     for (const Queue& queue : queues_)
       if (!queue.receives)
         for (const Open& one : queue.open) tickets.push_back(one.ticket);
-    return wait_in(lock, tickets, 0, timeout_ns);
+    wait_in(lock, tickets, 0, timeout_ns);
   }
 
   void close() {
@@ -326,17 +326,17 @@ class MessageQueues : public std::enable_shared_from_this<MessageQueues> {
 };
 
 Messages::Messages(const Comm& comm, const std::vector<Address>& memory, int num_channels)
-    : queues_(std::make_shared<MessageQueues>(comm, memory, num_channels)) {}
+    : lanes_(std::make_shared<Lanes>(comm, memory, num_channels)) {}
 
-Messages::~Messages() { close(); }
+Messages::~Messages() { lanes_->close(); }
 
-uint64_t Messages::post(const Message& message) { return queues_->post(message); }
-bool Messages::is_over(uint64_t ticket) { return queues_->is_over(ticket); }
-bool Messages::is_done(uint64_t ticket) { return queues_->is_done(ticket); }
-WaitResult Messages::wait(const std::vector<uint64_t>& tickets, int64_t limit_ns, int64_t timeout_ns) {
-  return queues_->wait(tickets, limit_ns, timeout_ns);
+uint64_t Messages::post(const Message& message, uint64_t) { return lanes_->post(message); }
+bool Messages::is_over(uint64_t ticket) { return lanes_->is_over(ticket); }
+bool Messages::is_done(uint64_t ticket) { return lanes_->is_done(ticket); }
+WaitResult Messages::wait(const std::vector<uint64_t>& tickets, int64_t limit_ns, int64_t timeout_ns, uint64_t) {
+  return lanes_->wait(tickets, limit_ns, timeout_ns);
 }
-WaitResult Messages::wait_for_sends(int64_t timeout_ns) { return queues_->wait_for_sends(timeout_ns); }
-void Messages::close() { queues_->close(); }
+void Messages::wait_for_sends(int64_t timeout_ns) { lanes_->wait_for_sends(timeout_ns); }
+void Messages::close() { lanes_->close(); }
 
 }  // namespace ep::cpu

@@ -44,6 +44,8 @@ cudaEvent_t make_event() {
   return event;
 }
 
+cudaEvent_t event_of(uint64_t mark) { return static_cast<cudaEvent_t>(pointer(mark)); }
+
 void order(cudaStream_t later, cudaStream_t earlier, cudaEvent_t event) {
   cuda::throw_on_error(cudaEventRecord(event, earlier), "cudaEventRecord");
   cuda::throw_on_error(cudaStreamWaitEvent(later, event, 0), "cudaStreamWaitEvent");
@@ -115,6 +117,38 @@ uint64_t make_stream(int device) {
 
 void drop_stream(uint64_t stream) {
   cuda::throw_on_error(cudaStreamDestroy(cuda::stream_of(stream)), "cudaStreamDestroy");
+}
+
+uint64_t mark_stream(uint64_t stream, int device) {
+  const OnDevice on(device);
+  const cudaEvent_t event = make_event();
+  const cudaError_t error = cudaEventRecord(event, cuda::stream_of(stream));
+  if (error != cudaSuccess) cudaEventDestroy(event);
+  cuda::throw_on_error(error, "cudaEventRecord");
+  return reinterpret_cast<uint64_t>(event);
+}
+
+void drop_mark(uint64_t mark) { cudaEventDestroy(event_of(mark)); }
+
+bool is_over(uint64_t mark) {
+  const cudaError_t error = cudaEventQuery(event_of(mark));
+  if (error == cudaErrorNotReady) {
+    cudaGetLastError();  // it is no error of later calls
+    return false;
+  }
+  cuda::throw_on_error(error, "cudaEventQuery");
+  return true;
+}
+
+void order_after(uint64_t stream, uint64_t mark) {
+  cuda::throw_on_error(cudaStreamWaitEvent(cuda::stream_of(stream), event_of(mark), 0), "cudaStreamWaitEvent");
+}
+
+void wait_on_host(uint64_t mark) { cuda::throw_on_error(cudaEventSynchronize(event_of(mark)), "cudaEventSynchronize"); }
+
+void fill(uint64_t address, int byte, int64_t count, uint64_t stream) {
+  cuda::throw_on_error(cudaMemsetAsync(pointer(address), byte, static_cast<size_t>(count), cuda::stream_of(stream)),
+                       "cudaMemsetAsync");
 }
 
 uint64_t stream_capture(uint64_t stream, int device) {

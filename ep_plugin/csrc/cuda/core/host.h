@@ -24,6 +24,18 @@ void order_streams(uint64_t later, uint64_t earlier, int device);
 uint64_t make_stream(int device);
 void drop_stream(uint64_t stream);
 
+// Marks the work that a stream of `device` has now. The caller gives the mark to drop_mark(), which does not throw.
+uint64_t mark_stream(uint64_t stream, int device);
+void drop_mark(uint64_t mark);
+// Whether the marked work is over. Not for marks of a capture.
+bool is_over(uint64_t mark);
+// Orders a stream after the marked work, or blocks the host until it is over.
+void order_after(uint64_t stream, uint64_t mark);
+void wait_on_host(uint64_t mark);
+
+// Fills device memory, in the stream's order.
+void fill(uint64_t address, int byte, int64_t count, uint64_t stream);
+
 // The number of the CUDA graph capture in which a stream of `device` is; 0 if there is none.
 uint64_t stream_capture(uint64_t stream, int device);
 
