@@ -5,19 +5,22 @@ Shapes: R ranks in the group, N nodes of G ranks each, R = N * G.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 
 from ep_plugin import _C
-from ep_plugin.collectives.backends import cpu, cuda, paths
+from ep_plugin.collectives.backends import paths
+from ep_plugin.collectives.backends.watchdog import StreamWaits
 from ep_plugin.collectives.blocks import Blocks
 from ep_plugin.collectives.control import take_set
+from ep_plugin.errors import CaptureRefused
+from ep_plugin.runtime.base import running
+from ep_plugin.runtime.faults import disagreement
 from ep_plugin.runtime.group import GroupEngine
 from ep_plugin.runtime.streams import CallerStreams, Streams, kernels_for
 from ep_plugin.transport import open_memory, transport_for
 from ep_plugin.transport.exchange import Exchange
+from ep_plugin.transport.peer import PeerBuffer
 
 _FIELDS = {"op": "operation", "bytes": "bytes of a shard", "place": "place in peer memory"}
 _VALUES = {
@@ -27,10 +30,22 @@ _VALUES = {
 
 
 class CollectiveEngine(GroupEngine):
-    """The operations of one object. Its construction is collective over `group`, and so is making another block."""
+    """The operations of one object. Its construction is collective over `group`, and so is making another block.
 
-    inside: Any
-    """The operations between the ranks of the node. There is no such attribute if the node has one rank."""
+    Operations inside the node are in C (csrc/control/collectives.h), which calls the methods below for what needs
+    Python. On GPUs everything is enqueued on the caller's stream, in the order of the calls, and the host waits for
+    nothing. Ranks push shards into their peers' outputs; outputs that peers have not mapped go through a staging block,
+    piece by piece. Sums travel through cells that every rank has for every other, so no input is mapped. Small shards
+    go as words with flags. Hosts compare the calls of all ranks as they are made. In CUDA graphs the kernels compare
+    them; copy engines compare nothing.
+
+    Attributes:
+        inside: the operations between the ranks of the node.
+        workspaces: the memory of the node's ranks that operations on GPUs need besides blocks, by name.
+        waits: on GPUs, the gathers by copy engines.
+    """
+
+    waits: StreamWaits
 
     def __init__(
         self, group: dist.ProcessGroup, device: torch.device, num_buffers: int, path: str, sum_sms: int | None
@@ -49,23 +64,61 @@ class CollectiveEngine(GroupEngine):
 
     def _construct_node(self, group: dist.ProcessGroup) -> None:
         device, within = self.device, self.within
-        streams = self.streams = Streams() if device.type == "cpu" else CallerStreams(device)
+        self.streams = Streams() if device.type == "cpu" else CallerStreams(device)
         self.memory = self._own(open_memory(within, device))
         self.control = take_set(group, within, self.memory)
         self._resources.callback(self.control.close)
         self.shared = self.control.buffers
         self._make_boards(self.control.board)
+        self.inside = _node_of(self)
         self.blocks = Blocks(self, self.num_buffers)
         self._resources.callback(self.blocks.close)
         self.comm = self._comm_struct(self.control.block, num_experts=self.node_size)
-        if self.node_size > 1:
-            if not isinstance(streams, CallerStreams):
-                self.inside = cpu.CpuNode(self)
-            elif self.gathers:
-                self.inside = cuda.CudaGatherNode(self, streams)
-            else:
-                self.inside = cuda.CudaSumNode(self, streams)
-            self._resources.callback(self.inside.close)
+        self.inside.set_comm(self.comm)
+        self.workspaces: dict[str, PeerBuffer] = {}
+        if device.type == "cuda" and self.node_size > 1:
+            self.serve_gpus(self.kernels.collectives)
+            if self.gathers:
+                self.watch(StreamWaits(self))
+
+    def serve_gpus(self, kernels: int) -> None:
+        """Makes operations run on GPUs. kernels: the address of their CollectiveKernels."""
+        ways = paths.ways(self.path, self.node_size, self.sum_sms)
+        self.inside.serve_gpus(kernels, ways, self.streams.order, self.control.calls)
+
+    def watch(self, waits: StreamWaits) -> None:
+        """Makes gathers by copy engines known to `waits`."""
+        self.waits = waits
+        self._resources.callback(waits.close)
+        self.inside.set_stream_waits(waits.table.host_address, waits.progress.data_ptr())
+
+    def make_workspace(self, name: str) -> None:
+        """Makes memory of this name on the ranks of the node, collectively."""
+        if self.streams.capturing():
+            raise CaptureRefused(
+                f"{self.name}: expected one operation of this kind, size and memory before a CUDA graph is captured, "
+                f"got the first, which makes {name}"
+            )
+        nbytes = {
+            "words": _C.small_words_bytes(self.node_size),
+            "cells": _C.channel_cells_bytes(self.node_size, self.sum_sms),
+            "staging": paths.STAGING_BYTES,
+        }[name]
+        made = self.workspaces[name] = self.memory.allocate(nbytes, name)
+        self.inside.set_workspace(name, made.table.address, made.table.host_address, made.ptrs[self.index])
+
+    def calls_differ(self, difference: tuple[int, int, int, int, int]) -> None:
+        """Raises DisagreementError. difference: step, local rank of the peer, field, value here, value there."""
+        step, peer, *values = difference
+        raise disagreement(self, _C.Step(step).name.lower(), self.group_rank(peer), *values)
+
+    def keep_block(self, number: int) -> None:
+        """Keeps a block that a CUDA graph uses."""
+        self.blocks.keep_if_captured(number)
+
+    def begin_stream_wait(self, gather: tuple[int, int, list[int], int]) -> None:
+        """Notes a gather by copy engines, before it is enqueued. gather: the fields of a Pending."""
+        self.waits.begin(*gather)
 
     def _agree(self) -> None:
         """Refuses, before anything is allocated, settings on which ranks disagree."""
@@ -85,3 +138,10 @@ class CollectiveEngine(GroupEngine):
     def rail_bytes_sent(self) -> int:
         """Bytes of shards, without status words."""
         return self.rails.bytes_sent - (0 if self.group_boards is None else self.group_boards.status_bytes_sent)
+
+
+def _node_of(engine: CollectiveEngine) -> _C.CollectiveNode:
+    device = engine.device
+    index = -1 if device.type == "cpu" else device.index
+    address = engine.boards.address
+    return _C.CollectiveNode(engine, running, device, engine.call_log, engine.name, address, index)

@@ -14,9 +14,8 @@ void bind_cuda(py::module_& m) {
   control::cuda_calls() = {&stream_capture, &order_streams};
   bind_table(m, "cuda", cuda_kernels());
   py::module_ kernels = m.attr("cuda");
-  bind_kernel(kernels, "all_gather", &cuda::all_gather);
-  bind_kernel(kernels, "small_exchange", &cuda::small_exchange);
-  bind_kernel(kernels, "reduce_scatter", &cuda::reduce_scatter);
+  static const CollectiveKernels collectives{&cuda::all_gather, &cuda::reduce_scatter, &cuda::small_exchange};
+  kernels.attr("collectives") = reinterpret_cast<Address>(&collectives);
   bind_kernel(kernels, "send_message", &cuda::send_message);
   bind_kernel(kernels, "receive_message", &cuda::receive_message);
   kernels.def("load_message_kernels", &cuda::load_message_kernels, py::call_guard<py::gil_scoped_release>());

@@ -3,7 +3,11 @@
 #include <dlfcn.h>
 
 #include <algorithm>
+#include <cstring>
 #include <map>
+#include <stdexcept>
+
+#include "common/views.h"
 
 namespace ep::control {
 
@@ -11,6 +15,7 @@ namespace {
 
 constexpr uint32_t kMajor = 1;  // the major version of DLPack
 constexpr char kLibrary[] = "libtorch_cpu.so";
+constexpr int64_t kFewBytes = 32 << 10;  // one thread copies them, sooner than PyTorch does
 
 TorchFunctions functions{};
 TensorDescriptors found_descriptors{};
@@ -20,7 +25,8 @@ const DLExchangeApi* api = nullptr;
 // Python's objects live as long as the process.
 PyObject *tensor_type = nullptr, *parameter_type = nullptr, *adopt = nullptr, *release = nullptr,
          *empty_strided = nullptr, *num_modes = nullptr, *transforms = nullptr, *is_profiling = nullptr,
-         *is_deterministic = nullptr, *forward_ad = nullptr, *level_name = nullptr;
+         *is_deterministic = nullptr, *forward_ad = nullptr, *level_name = nullptr,
+         *current_device = nullptr;   // null in PyTorch's builds for CPUs
 std::map<int32_t, PyObject*> dtypes;  // torch's objects, by number
 
 template <class Function>
@@ -62,7 +68,10 @@ bool find_objects(PyObject* torch) {
   is_deterministic = attribute(torch, {"_C", "_get_deterministic_algorithms"});
   forward_ad = attribute(torch, {"autograd", "forward_ad"});
   level_name = PyUnicode_InternFromString("_current_level");
-  return !PyErr_Occurred();
+  if (PyErr_Occurred()) return false;
+  current_device = attribute(torch, {"_C", "_cuda_getDevice"});
+  PyErr_Clear();
+  return true;
 }
 
 bool find_api() {
@@ -143,6 +152,9 @@ bool find_torch(PyObject* torch) {
          find("aoti_torch__reinterpret_tensor", functions.aoti_torch__reinterpret_tensor) &&
          find("aoti_torch_get_data_ptr", functions.aoti_torch_get_data_ptr) &&
          find("aoti_torch_delete_tensor_object", functions.aoti_torch_delete_tensor_object) &&
+         find("aoti_torch_create_tensor_from_blob", functions.aoti_torch_create_tensor_from_blob) &&
+         find("aoti_torch_copy_", functions.aoti_torch_copy_) &&
+         find("aoti_torch_dtype_uint8", functions.aoti_torch_dtype_uint8) &&
          find("aoti_torch_grad_mode_is_enabled", functions.aoti_torch_grad_mode_is_enabled) && find_objects(torch) &&
          find_descriptors(torch) && find_api();
 }
@@ -167,6 +179,31 @@ bool is_watched() {
   }
   const Object top(PyObject_CallNoArgs(transforms)), level(PyObject_GetAttr(forward_ad, level_name));
   return top.get() != Py_None || !level || PyLong_AsLongLong(level.get()) >= 0;
+}
+
+bool is_current_gpu(int device_index) {
+  const Object current(current_device == nullptr ? nullptr : PyObject_CallNoArgs(current_device));
+  return current && PyLong_AsLongLong(current.get()) == device_index;
+}
+
+void copy_bytes(Address to, Address from, int64_t bytes, const DLTensor& like) {
+  const bool is_on_cpu = like.device_type != kDLCuda;
+  if (is_on_cpu && bytes <= kFewBytes) {
+    std::memcpy(at<void>(to), at<void>(from), bytes);
+    return;
+  }
+  constexpr int64_t kStride = 1;
+  TensorHandle made[2] = {};
+  const auto make = [&](Address address, TensorHandle* tensor) {
+    return functions.aoti_torch_create_tensor_from_blob(
+               at<void>(address), 1, &bytes, &kStride, 0, functions.aoti_torch_dtype_uint8(),
+               is_on_cpu ? kTorchCpu : kTorchCuda, like.device_id, tensor) == 0;
+  };
+  const bool is_done =
+      make(to, &made[0]) && make(from, &made[1]) && functions.aoti_torch_copy_(made[0], made[1], 0) == 0;
+  for (TensorHandle tensor : made)
+    if (tensor != nullptr) functions.aoti_torch_delete_tensor_object(tensor);
+  if (!is_done) throw std::runtime_error("PyTorch could not copy a shard");
 }
 
 Results::Results(int32_t device_type, int32_t device_index)
