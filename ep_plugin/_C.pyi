@@ -24,6 +24,8 @@ waited_offset: int
 collective_control_bytes: int
 device_control_bytes: int
 staging_block: int
+words_block: int
+cells_block: int
 max_ctas: int
 max_channels: int
 small_bytes: int
@@ -493,8 +495,16 @@ class Ways:
 class CollectiveNode:
     """All-gathers and reduce-scatters inside a node: what CollectiveEngine has in C."""
 
+    kernels: int
+    """On GPUs: the address of CollectiveKernels, else 0. The next attributes belong to GPUs, too."""
+    ways: Ways
+    order: StreamOrder | None
+    calls: Sequence[int]
+    """Each rank's ring of calls."""
     compares_calls: bool
-    """Whether hosts compare the calls of all ranks on GPUs; tests leave that to the kernels."""
+    """Whether hosts compare the calls of all ranks; tests leave that to the kernels."""
+    stream_words: int
+    progress: int
 
     def __init__(
         self,
@@ -510,15 +520,12 @@ class CollectiveNode:
         """The arguments are those of LowLatency. owner: a CollectiveEngine."""
 
     def set_comm(self, comm: Comm, /) -> None: ...
-    def serve_gpus(self, kernels: int, ways: Ways, order: StreamOrder | None, calls: Sequence[int], /) -> None:
-        """kernels: address of CollectiveKernels. calls: each rank's ring of calls."""
-
-    def set_stream_waits(self, words: int, progress: int, /) -> None: ...
-    def set_workspace(self, name: str, table: int, host_table: int, own: int, /) -> None: ...
     def set_streams(self, streams: object, /) -> None:
         """Tests: streams whose `caller` and `capturing` are asked in the place of PyTorch and CUDA."""
 
-    def set_block(self, number: int, addresses: Sequence[int], nbytes: int, table: int, host_table: int, /) -> None: ...
+    def set_memory(self, number: int, addresses: Sequence[int], nbytes: int, table: int, host_table: int, /) -> None:
+        """Sets a block, or memory of one of the numbers that follow those of blocks. Addresses of 0: it is gone."""
+
     def block_of(self, tensor: Tensor, /) -> int:
         """Returns the number of the block that holds the tensor, or -1."""
 

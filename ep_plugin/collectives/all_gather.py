@@ -102,6 +102,7 @@ def gather_in_node(engine: CollectiveEngine, shard: torch.Tensor, outputs: list[
     """Brings `shard`, which is this rank's of `outputs`, to every rank of the node; outputs: one for each of them."""
     if engine.node_size > 1:
         engine.inside.exchange(shard, outputs)
+        engine.keep_blocks(outputs)
 
 
 def gather_alone(shard: torch.Tensor, outputs: list[torch.Tensor], rank: int = 0) -> torch.Tensor:

@@ -63,6 +63,7 @@ class Node(Communicator, Protocol):
     inside: _C.CollectiveNode
 
     def check(self) -> None: ...
+    def set_memory(self, number: int, memory: PeerBuffer) -> None: ...
 
 
 @dataclass
@@ -98,6 +99,7 @@ class Blocks:
         self._node: Node = weakref.proxy(node)
         # `close` may run when the node is gone
         self._memory, self._device, self._inside = node.memory, node.device, node.inside
+        self._node_size = node.node_size
         self._num_buffers = num_buffers
         self._blocks: dict[int, Block] = {}
         self._calls = 0
@@ -140,14 +142,13 @@ class Blocks:
 
     def close(self) -> None:
         """Closes the blocks that no tensor refers to. The others close with that tensor, on GPUs with the process."""
-        for block in self._blocks.values():
+        for number, block in self._blocks.items():
             owner = block.live_owner()
             block.forget_owner()  # the memory for releases goes now
             if owner is not None:
                 self._memory.disown(block.buffer)
                 if self._device.type == "cpu":
                     weakref.finalize(owner, block.buffer.close)
-        for number in self._blocks:
             self._forget(number)
         self._blocks = {}
 
@@ -186,8 +187,7 @@ class Blocks:
             return None
         buffer = self._memory.allocate((nbytes + _PAGE_BYTES - 1) // _PAGE_BYTES * _PAGE_BYTES, "output")
         self._blocks[number] = Block(buffer, buffer.ptrs[node.index])
-        table = buffer.table
-        self._inside.set_block(number, buffer.ptrs, buffer.nbytes, table.address, table.host_address)
+        node.set_memory(number, buffer)
         return number
 
     def _free_everywhere(self, call: int, nbytes: int) -> int:
@@ -255,7 +255,7 @@ class Blocks:
 
     def _forget(self, number: int) -> None:
         """From here on operations do not find the block."""
-        self._inside.set_block(number, (), 0, 0, 0)
+        self._inside.set_memory(number, [0] * self._node_size, 0, 0, 0)
 
 
 class _Owner:

@@ -83,38 +83,46 @@ class CollectiveEngine(GroupEngine):
 
     def serve_gpus(self, kernels: int) -> None:
         """Makes operations run on GPUs. kernels: the address of their CollectiveKernels."""
-        ways = paths.ways(self.path, self.node_size, self.sum_sms)
-        self.inside.serve_gpus(kernels, ways, self.streams.order, self.control.calls)
+        inside = self.inside
+        inside.kernels, inside.order, inside.calls = kernels, self.streams.order, self.control.calls
+        inside.ways = paths.ways(self.path, self.node_size, self.sum_sms)
 
     def watch(self, waits: StreamWaits) -> None:
         """Makes gathers by copy engines known to `waits`."""
         self.waits = waits
         self._resources.callback(waits.close)
-        self.inside.set_stream_waits(waits.table.host_address, waits.progress.data_ptr())
+        self.inside.stream_words, self.inside.progress = waits.table.host_address, waits.progress.data_ptr()
 
-    def make_workspace(self, name: str) -> None:
-        """Makes memory of this name on the ranks of the node, collectively."""
+    def make_workspace(self, number: int) -> None:
+        """Makes memory on the ranks of the node, collectively."""
+        name, nbytes = {
+            _C.staging_block: ("staging", paths.STAGING_BYTES),
+            _C.words_block: ("words", _C.small_words_bytes(self.node_size)),
+            _C.cells_block: ("cells", _C.channel_cells_bytes(self.node_size, self.sum_sms)),
+        }[number]
         if self.streams.capturing():
             raise CaptureRefused(
                 f"{self.name}: expected one operation of this kind, size and memory before a CUDA graph is captured, "
                 f"got the first, which makes {name}"
             )
-        nbytes = {
-            "words": _C.small_words_bytes(self.node_size),
-            "cells": _C.channel_cells_bytes(self.node_size, self.sum_sms),
-            "staging": paths.STAGING_BYTES,
-        }[name]
-        made = self.workspaces[name] = self.memory.allocate(nbytes, name)
-        self.inside.set_workspace(name, made.table.address, made.table.host_address, made.ptrs[self.index])
+        self.workspaces[name] = self.memory.allocate(nbytes, name)
+        self.set_memory(number, self.workspaces[name])
+
+    def set_memory(self, number: int, memory: PeerBuffer) -> None:
+        """Makes operations find a block or a workspace by this number."""
+        table = memory.table
+        self.inside.set_memory(number, memory.ptrs, memory.nbytes, table.address, table.host_address)
+
+    def keep_blocks(self, outputs: list[torch.Tensor]) -> None:
+        """Keeps the blocks of outputs that a CUDA graph uses."""
+        if self.streams.capturing():
+            for number in {self.inside.block_of(output) for output in outputs} - {-1}:
+                self.blocks.keep_if_captured(number)
 
     def calls_differ(self, difference: tuple[int, int, int, int, int]) -> None:
         """Raises DisagreementError. difference: step, local rank of the peer, field, value here, value there."""
         step, peer, *values = difference
         raise disagreement(self, _C.Step(step).name.lower(), self.group_rank(peer), *values)
-
-    def keep_block(self, number: int) -> None:
-        """Keeps a block that a CUDA graph uses."""
-        self.blocks.keep_if_captured(number)
 
     def begin_stream_wait(self, gather: tuple[int, int, list[int], int]) -> None:
         """Notes a gather by copy engines, before it is enqueued. gather: the fields of a Pending."""

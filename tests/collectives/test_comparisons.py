@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ep_plugin import HierarchicalAllGather, HierarchicalReduceScatter
+from ep_plugin import _C, HierarchicalAllGather, HierarchicalReduceScatter
 from ep_plugin.collectives.base import Collective
 from ep_plugin.errors import DisagreementError
 from tests.collectives.collective_cases import BF16, FP32
@@ -28,8 +28,8 @@ class _Device:
 def _on_a_device(made: Collective, path: str = "copy_engine") -> Collective:
     serve_with(made, path, _Device())
     engine = made.engine_on(torch.device("cpu"))
-    for name in ("words", "staging" if engine.gathers else "cells"):
-        engine.make_workspace(name)  # the first operation that needs it meets the others
+    for number in (_C.words_block, _C.staging_block if engine.gathers else _C.cells_block):
+        engine.make_workspace(number)  # the first operation that needs it meets the others
     dist.barrier()  # and a rank that is still in there would hear of what the others do next
     return made
 

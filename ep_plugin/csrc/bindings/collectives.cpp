@@ -20,6 +20,8 @@ void bind_constants(py::module_& m) {
   m.attr("device_control_bytes") = sizeof(DeviceControl);
   m.attr("max_blocks") = kMaxPeerBlocks;
   m.attr("staging_block") = kStagingBlock;
+  m.attr("words_block") = control::kWords;
+  m.attr("cells_block") = control::kCells;
   m.attr("max_ctas") = kMaxCtas;
   m.attr("max_channels") = kMaxChannels;
   m.attr("small_bytes") = kSmallBytes;
@@ -40,22 +42,21 @@ void bind_constants(py::module_& m) {
   cpu.def("reduce_scatter", [](Address args) { cpu::reduce_scatter(*at<CpuReduceScatterArgs>(args)); }, Unlocked());
 }
 
-void set_block(CollectiveNode& node, int number, const std::vector<Address>& addresses, int64_t bytes, Address table,
-               Address host_table) {
-  control::PeerBlocks& blocks = node.blocks;
-  if (number < 0 || number >= kMaxPeerBlocks) throw py::index_error("number: expected that of a block");
-  std::fill(std::begin(blocks.addresses[number]), std::end(blocks.addresses[number]), 0);
-  set_words(blocks.addresses[number], addresses);
-  blocks.bytes[number] = bytes;
-  blocks.tables[number] = table;
-  blocks.host_tables[number] = host_table;
-  blocks.count = std::max(blocks.count, number + 1);
+void set_memory(CollectiveNode& node, int number, const std::vector<Address>& addresses, int64_t bytes, Address table,
+                Address host_table) {
+  control::Memories& to = node.memories;
+  if (number < 0 || number >= control::kMemories) throw py::index_error("number: expected that of a memory");
+  set_words(to.addresses[number], addresses);
+  to.own[number] = addresses.at(node.comm->rank);
+  to.bytes[number] = bytes;
+  to.tables[number] = table;
+  to.host_tables[number] = host_table;
 }
 
 void exchange(CollectiveNode& node, const py::object& own, const py::list& parts, int element, double scale) {
   control::Shards shards{address_of(own), own.attr("nbytes").cast<int64_t>(), element, scale, {}};
-  if (static_cast<int>(parts.size()) != node.comm->num_ranks)
-    throw py::value_error("parts: expected one for each rank");
+  if (py::len(parts) != static_cast<size_t>(node.comm->num_ranks))
+    throw py::value_error("parts: expected one per rank");
   for (py::handle part : parts) shards.parts.push_back(address_of(part));
   uint64_t stream = 0, capture = 0;
   if (!node.find_stream(&stream, &capture)) throw py::value_error("device: expected the current one to be this node's");
@@ -68,14 +69,8 @@ void bind_node(py::module_& m) {
   py::class_<Ways>(m, "Ways")
       .def(py::init([](const std::string& path, int ranks, int most_sum_sms, int64_t engines_from,
                        int64_t staging_bytes) { return Ways{path, ranks, most_sum_sms, engines_from, staging_bytes}; }))
-      .def("gather_sms",
-           [](const Ways& ways, int64_t bytes, bool is_mapped) {
-             return ways.is_small(bytes) ? ways.small_ctas(bytes) : ways.push_ctas(bytes, is_mapped);
-           })
-      .def("sum_sms",
-           [](const Ways& ways, int64_t bytes) {
-             return ways.is_small(bytes) ? ways.small_ctas(bytes) : ways.sum_ctas(bytes);
-           })
+      .def("gather_sms", &Ways::gather_ctas)
+      .def("sum_sms", &Ways::sum_ctas)
       .def_property_readonly("staged_bytes", &Ways::staged_bytes);
   py::class_<CollectiveNode, std::shared_ptr<CollectiveNode>>(m, "CollectiveNode")
       .def(
@@ -89,37 +84,25 @@ void bind_node(py::module_& m) {
              node.comm = &comm.cast<const Comm&>();
              node.comm_object = control::Object(kept(comm));
            })
-      .def("serve_gpus",
-           [](CollectiveNode& node, Address kernels, const Ways& ways, std::shared_ptr<control::StreamOrder> order,
-              std::vector<Address> calls) {
-             node.kernels = at<const CollectiveKernels>(kernels);
-             node.ways = ways;
-             node.order = std::move(order);
-             node.calls = std::move(calls);
-           })
-      .def("set_stream_waits",
-           [](CollectiveNode& node, Address words, Address progress) {
-             node.stream_words = words;
-             node.progress = progress;
-           })
-      .def("set_workspace",
-           [](CollectiveNode& node, const std::string& name, Address table, Address host_table, Address own) {
-             for (control::Workspace* space : {&node.words, &node.cells, &node.staging})
-               if (name == space->name) *space = {space->name, table, host_table, own};
-           })
       .def("set_streams",
            [](CollectiveNode& node, const py::object& streams) {
              node.caller = [streams] { return streams.attr("caller")().cast<uint64_t>(); };
              node.capturing = [streams] { return streams.attr("capturing")().cast<uint64_t>(); };
            })
-      .def("set_block", &set_block)
+      .def("set_memory", &set_memory)
       .def("block_of",
            [](const CollectiveNode& node, const py::object& tensor) {
-             return node.blocks.find(address_of(tensor), tensor.attr("nbytes").cast<int64_t>(), node.comm->rank);
+             return node.memories.find(address_of(tensor), tensor.attr("nbytes").cast<int64_t>());
            })
       .def("exchange", &exchange, py::arg("own"), py::arg("parts"), py::pos_only(), py::arg("element") = -1,
            py::arg("scale") = 1.0)
-      .def_readwrite("compares_calls", &CollectiveNode::compares_calls);
+      .def_readwrite("kernels", &CollectiveNode::kernels)
+      .def_readwrite("ways", &CollectiveNode::ways)
+      .def_readwrite("order", &CollectiveNode::order)
+      .def_readwrite("calls", &CollectiveNode::calls)
+      .def_readwrite("compares_calls", &CollectiveNode::compares_calls)
+      .def_readwrite("stream_words", &CollectiveNode::stream_words)
+      .def_readwrite("progress", &CollectiveNode::progress);
   py::class_<KnownCollective, std::shared_ptr<KnownCollective>>(m, "KnownCollective")
       .def(py::init([](const py::str& name, bool gathers, bool is_alone) {
         return std::make_shared<KnownCollective>(name.ptr(), gathers, is_alone);
@@ -128,7 +111,7 @@ void bind_node(py::module_& m) {
            [](const std::shared_ptr<KnownCollective>& known) {
              return function_of<KnownCollective, KnownCollective, &run>(known, "collective");
            })
-      .def("learn", [](KnownCollective& known, const py::object& output, const py::object& input, int64_t bytes,
+      .def("learn", [](KnownCollective& known, py::handle output, py::handle input, int64_t bytes,
                        int element) { known.learn(output.ptr(), input.ptr(), bytes, element); })
       .def_readwrite("node", &KnownCollective::node)
       .def_readwrite("is_alone", &KnownCollective::is_alone)

@@ -11,7 +11,7 @@
 namespace ep::bindings {
 
 void bind_cuda(py::module_& m) {
-  control::cuda_calls() = {&stream_capture, &order_streams};
+  control::cuda_calls() = {&stream_capture, &order_streams, &copy_on_stream};
   bind_table(m, "cuda", cuda_kernels());
   py::module_ kernels = m.attr("cuda");
   static const CollectiveKernels collectives{&cuda::all_gather, &cuda::reduce_scatter, &cuda::small_exchange};

@@ -2,7 +2,6 @@
 // their launch. One call of C runs an operation that is like an earlier one (KnownCollective). Python runs all others,
 // and calls the same code for what happens inside a node (CollectiveNode).
 #pragma once
-#include <functional>
 #include <memory>
 #include <string>
 #include <utility>
@@ -17,7 +16,8 @@ namespace ep::control {
 // - Words: up to kSmallBytes of all ranks together, every 16 bytes carry a flag. One kernel gathers or sums them.
 // - Kernels: a kernel of a few CTAs pushes shards to peers, or sums them.
 // - Copy engines, for gathers from `engines_from` bytes on. They leave all SMs to the model, and take longer to start.
-struct Ways {
+class Ways {
+ public:
   std::string path;       // "auto"; "sm" or "copy_engine": nothing else
   int ranks;              // of the node
   int most_sum_sms;       // of a sum that is not small
@@ -27,10 +27,12 @@ struct Ways {
   bool is_small(int64_t bytes) const { return path == "auto" && bytes * ranks <= kSmallBytes; }
   // Bytes of each shard that fit into the staging block at a time.
   int64_t staged_bytes() const { return staging_bytes / ranks / 16 * 16; }
-  // The CTAs of each kernel. They run at the same time, each on an SM of its own. push_ctas: 0 if copy engines push.
-  int small_ctas(int64_t bytes) const;
-  int push_ctas(int64_t bytes, bool is_mapped) const;
+  // The CTAs of the kernel. They run at the same time, each on an SM of its own. gather_ctas: 0 if copy engines push.
+  int gather_ctas(int64_t bytes, bool is_mapped) const;
   int sum_ctas(int64_t bytes) const;
+
+ private:
+  int small_ctas(int64_t bytes) const;
 };
 
 // One operation between the ranks of a node.
@@ -42,30 +44,24 @@ struct Shards {
   std::vector<Address> parts;  // gather: where each rank's shard goes. Sum: this rank's shard for each rank
 };
 
-// The blocks that `allocate` makes tensors of, on all ranks of the node, by number. Kernels of CPUs read them.
-struct PeerBlocks {
-  Address addresses[kMaxPeerBlocks][kMaxRanks];  // as mapped here, 0: closed
-  int64_t bytes[kMaxPeerBlocks];
-  Address tables[kMaxPeerBlocks], host_tables[kMaxPeerBlocks];  // of the addresses, see AllGatherArgs
-  int count;                                                    // one more than the largest number so far
+// Memory of all ranks of the node, by number: the blocks that `allocate` makes tensors of, and what GPUs need besides,
+// which Python makes when it is first needed.
+constexpr int kWords = kStagingBlock + 1, kCells = kStagingBlock + 2, kMemories = kStagingBlock + 3;
+struct Memories {
+  Address addresses[kMemories][kMaxRanks];  // as mapped here; 0: not there
+  int64_t bytes[kMemories];
+  Address own[kMemories];                             // this rank's addresses
+  Address tables[kMemories], host_tables[kMemories];  // of the addresses, see AllGatherArgs
 
-  // Whether the rank with this index has the memory in a block.
-  bool holds(int block, Address begin, int64_t size, int index) const {
-    const Address address = addresses[block][index];
-    return address != 0 && address <= begin && begin + size <= address + bytes[block];
+  bool holds(int number, Address begin, int64_t size) const {
+    return own[number] != 0 && own[number] <= begin && begin + size <= own[number] + bytes[number];
   }
-  // Returns the number of the block that has it, or -1.
-  int find(Address begin, int64_t size, int index) const {
-    for (int block = 0; block < count; ++block)
-      if (holds(block, begin, size, index)) return block;
+  // Returns the number of the block that has this memory, or -1.
+  int find(Address begin, int64_t size) const {
+    for (int block = 0; block < kMaxPeerBlocks; ++block)
+      if (holds(block, begin, size)) return block;
     return -1;
   }
-};
-
-// Memory of all ranks that operations on GPUs need, beside blocks. Python makes it when it is first needed.
-struct Workspace {
-  const char* name;
-  Address table, host_table, own;  // own: 0 before it is made
 };
 
 // An engine of collectives, inside its node.
@@ -77,39 +73,36 @@ class CollectiveNode : public Engine {
   bool exchange(const Shards& shards, uint64_t stream, bool is_captured);
   // Whether it can do so without more memory.
   bool has_memory_for(const Shards& shards) const {
-    const Workspace* needed = workspace_for(shards);
-    return needed == nullptr || needed->own != 0;
+    const int needed = needed_for(shards);
+    return needed < 0 || memories.own[needed] != 0;
   }
 
   Object comm_object;
   const Comm* comm = nullptr;  // of that object
-  PeerBlocks blocks{};
+  Memories memories{};
 
   // On GPUs.
-  const CollectiveKernels* kernels = nullptr;  // null: the kernels of CPUs
+  Address kernels = 0;  // CollectiveKernels; 0: the kernels of CPUs
   Ways ways{};
   std::shared_ptr<StreamOrder> order;      // null: tests have no streams
   std::vector<Address> calls;              // each rank's ring of calls
   bool compares_calls = true;              // false: tests leave that to kernels
   Address stream_words = 0, progress = 0;  // see AllGatherArgs
-  Workspace words{"words", 0, 0, 0}, cells{"cells", 0, 0, 0}, staging{"staging", 0, 0, 0};
 
  private:
   bool run_on_cpu(const Shards& shards) const;
   bool gather(const Shards& shards, uint64_t stream, bool is_captured);
-  bool push(AllGatherArgs& args, uint64_t stream, bool is_captured);
-  bool sum(const Shards& shards, uint64_t stream) const;
-  bool exchange_words(const Shards& shards, uint64_t stream) const;
+  bool watch(AllGatherArgs& args);
   template <class Args>
-  bool launch(void (*kernel)(const Args&), Args& args, int sms, uint64_t stream) const;
+  bool launch(void (*CollectiveKernels::*kernel)(const Args&), Args& args, int sms, uint64_t stream) const;
 
   int block_of(const Shards& shards) const;
-  const Workspace* workspace_for(const Shards& shards) const;
-  bool make(const Workspace& space) const;
+  int needed_for(const Shards& shards) const;
+  int64_t place_of(const Shards& shards) const;
+  bool make(int number) const;
   bool compare(const Shards& shards);
-  bool keep_blocks(const Shards& shards) const;
 
-  uint64_t num_compared_ = 0, num_pushed_ = 0;
+  uint64_t num_compared_ = 0, num_watched_ = 0;
 };
 
 // The calls of one HierarchicalAllGather or HierarchicalReduceScatter whose arguments Python has checked.

@@ -97,12 +97,7 @@ Object Engine::owner() const { return object_of(owner_.get()); }
 
 bool Engine::current_stream(uint64_t* stream) const {
   *stream = caller ? caller() : 0;
-  if (caller || !is_on_gpu()) return true;
-  void* current = nullptr;
-  if (!is_current_gpu(device_index) || exchange_api()->current_stream(kDLCuda, device_index, &current) != 0)
-    return false;
-  *stream = reinterpret_cast<uint64_t>(current);
-  return true;
+  return caller || !is_on_gpu() || torch_stream(device_index, stream);
 }
 
 bool Engine::find_stream(uint64_t* stream, uint64_t* capture) const {

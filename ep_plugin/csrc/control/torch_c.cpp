@@ -3,11 +3,7 @@
 #include <dlfcn.h>
 
 #include <algorithm>
-#include <cstring>
 #include <map>
-#include <stdexcept>
-
-#include "common/views.h"
 
 namespace ep::control {
 
@@ -15,7 +11,6 @@ namespace {
 
 constexpr uint32_t kMajor = 1;  // the major version of DLPack
 constexpr char kLibrary[] = "libtorch_cpu.so";
-constexpr int64_t kFewBytes = 32 << 10;  // one thread copies them, sooner than PyTorch does
 
 TorchFunctions functions{};
 TensorDescriptors found_descriptors{};
@@ -152,9 +147,6 @@ bool find_torch(PyObject* torch) {
          find("aoti_torch__reinterpret_tensor", functions.aoti_torch__reinterpret_tensor) &&
          find("aoti_torch_get_data_ptr", functions.aoti_torch_get_data_ptr) &&
          find("aoti_torch_delete_tensor_object", functions.aoti_torch_delete_tensor_object) &&
-         find("aoti_torch_create_tensor_from_blob", functions.aoti_torch_create_tensor_from_blob) &&
-         find("aoti_torch_copy_", functions.aoti_torch_copy_) &&
-         find("aoti_torch_dtype_uint8", functions.aoti_torch_dtype_uint8) &&
          find("aoti_torch_grad_mode_is_enabled", functions.aoti_torch_grad_mode_is_enabled) && find_objects(torch) &&
          find_descriptors(torch) && find_api();
 }
@@ -181,29 +173,14 @@ bool is_watched() {
   return top.get() != Py_None || !level || PyLong_AsLongLong(level.get()) >= 0;
 }
 
-bool is_current_gpu(int device_index) {
+bool torch_stream(int device_index, uint64_t* stream) {
   const Object current(current_device == nullptr ? nullptr : PyObject_CallNoArgs(current_device));
-  return current && PyLong_AsLongLong(current.get()) == device_index;
-}
-
-void copy_bytes(Address to, Address from, int64_t bytes, const DLTensor& like) {
-  const bool is_on_cpu = like.device_type != kDLCuda;
-  if (is_on_cpu && bytes <= kFewBytes) {
-    std::memcpy(at<void>(to), at<void>(from), bytes);
-    return;
-  }
-  constexpr int64_t kStride = 1;
-  TensorHandle made[2] = {};
-  const auto make = [&](Address address, TensorHandle* tensor) {
-    return functions.aoti_torch_create_tensor_from_blob(
-               at<void>(address), 1, &bytes, &kStride, 0, functions.aoti_torch_dtype_uint8(),
-               is_on_cpu ? kTorchCpu : kTorchCuda, like.device_id, tensor) == 0;
-  };
-  const bool is_done =
-      make(to, &made[0]) && make(from, &made[1]) && functions.aoti_torch_copy_(made[0], made[1], 0) == 0;
-  for (TensorHandle tensor : made)
-    if (tensor != nullptr) functions.aoti_torch_delete_tensor_object(tensor);
-  if (!is_done) throw std::runtime_error("PyTorch could not copy a shard");
+  void* found = nullptr;
+  if (!current || PyLong_AsLongLong(current.get()) != device_index ||
+      api->current_stream(kDLCuda, device_index, &found) != 0)
+    return false;
+  *stream = reinterpret_cast<uint64_t>(found);
+  return true;
 }
 
 Results::Results(int32_t device_type, int32_t device_index)

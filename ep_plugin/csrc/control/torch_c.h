@@ -86,11 +86,6 @@ struct TorchFunctions {
                                             TensorHandle* ret_new_tensor);
   int32_t (*aoti_torch_get_data_ptr)(TensorHandle tensor, void** ret_data_ptr);
   int32_t (*aoti_torch_delete_tensor_object)(TensorHandle tensor);
-  int32_t (*aoti_torch_create_tensor_from_blob)(void* data, int64_t ndim, const int64_t* sizes_ptr,
-                                                const int64_t* strides_ptr, int64_t storage_offset, int32_t dtype,
-                                                int32_t device_type, int32_t device_index, TensorHandle* ret);
-  int32_t (*aoti_torch_copy_)(TensorHandle self, TensorHandle src, int32_t non_blocking);
-  int32_t (*aoti_torch_dtype_uint8)();
   bool (*aoti_torch_grad_mode_is_enabled)();
   // From PyTorch 2.14 on; null before.
   int32_t (*torch_tensor_to_pyobject)(TensorHandle ath, void* py_type, void** ret);
@@ -115,12 +110,9 @@ bool is_plain(PyObject* object);
 // fails to say so, with its error set.
 bool is_watched();
 
-// Whether this is the number of the current GPU. False also with Python's error set.
-bool is_current_gpu(int device_index);
-
-// Copies between two places on the device of `like`, as PyTorch does on the caller's stream. It needs no interpreter's
-// lock. It throws if PyTorch fails.
-void copy_bytes(Address to, Address from, int64_t bytes, const DLTensor& like);
+// Sets PyTorch's current stream on the current GPU. Returns false, maybe with Python's error set, if that has another
+// number.
+bool torch_stream(int device_index, uint64_t* stream);
 
 // New tensors of one device. It deletes them, unless to_objects() has passed them on.
 class Results {
