@@ -5,6 +5,8 @@ Shapes: R ranks in the group, N nodes of G ranks each, R = N * G.
 
 from __future__ import annotations
 
+from array import array
+
 import torch
 import torch.distributed as dist
 
@@ -124,9 +126,15 @@ class CollectiveEngine(GroupEngine):
         step, peer, *values = difference
         raise disagreement(self, _C.Step(step).name.lower(), self.group_rank(peer), *values)
 
-    def begin_stream_wait(self, gather: tuple[int, int, list[int], int]) -> None:
-        """Notes a gather by copy engines, before it is enqueued. gather: the fields of a Pending."""
-        self.waits.begin(*gather)
+    def begin_stream_wait(self, gather: tuple[int, int, int, bytes]) -> None:
+        """Notes a gather by copy engines, before it is enqueued.
+
+        gather: its number, block and bytes of a shard, and where each rank's shard is written here, as uint64.
+        """
+        number, block, nbytes, written = gather
+        addresses = array("Q", written)
+        del addresses[self.index]
+        self.waits.begin(number, block, addresses, nbytes)
 
     def _agree(self) -> None:
         """Refuses, before anything is allocated, settings on which ranks disagree."""

@@ -79,11 +79,7 @@ void bind_node(py::module_& m) {
             return std::make_shared<CollectiveNode>(owner.ptr(), running.ptr(), device.ptr(), std::move(log), name,
                                                     board, device_index);
           }))
-      .def("set_comm",
-           [](CollectiveNode& node, const py::object& comm) {
-             node.comm = &comm.cast<const Comm&>();
-             node.comm_object = control::Object(kept(comm));
-           })
+      .def("set_comm", &set_comm<CollectiveNode>)
       .def("set_streams",
            [](CollectiveNode& node, const py::object& streams) {
              node.caller = [streams] { return streams.attr("caller")().cast<uint64_t>(); };

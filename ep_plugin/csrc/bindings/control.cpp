@@ -110,11 +110,7 @@ void bind_low_latency_engine(py::module_& m) {
         return engine;
       }))
       .def("functions", &functions_of)
-      .def("set_comm",
-           [](LowLatency& engine, const py::object& comm) {
-             engine.comm = &comm.cast<const Comm&>();
-             engine.comm_object = Object(kept(comm));
-           })
+      .def("set_comm", &set_comm<LowLatency>)
       .def("set_caller",
            [](LowLatency& engine, const py::object& streams) {
              engine.caller = [streams] { return streams.attr("caller")().cast<uint64_t>(); };

@@ -62,23 +62,23 @@ int CollectiveNode::block_of(const Shards& shards) const {
 
 bool CollectiveNode::exchange(const Shards& shards, uint64_t stream, bool is_captured) {
   if (kernels == 0) return run_on_cpu(shards);
-  const bool is_missing = !has_memory_for(shards);
-  if (is_missing && is_captured) return make(needed_for(shards));  // Python refuses it
-  if (!is_captured && !compare(shards)) return false;              // kernels compare the calls of CUDA graphs
-  if (is_missing && !make(needed_for(shards))) return false;
-  if (shards.bytes == 0) return true;
   const auto& [own, bytes, element, scale, parts] = shards;
-  const int sms = ways.sum_ctas(bytes);
-  if (ways.is_small(bytes)) {
-    SmallExchangeArgs args{*comm, memories.tables[kWords], memories.own[kWords], {}, own, bytes, scale, element, sms,
-                           0};
+  const int home = home_of(shards), sms = ways.sum_ctas(bytes);
+  const bool is_missing = !has_memory_for(shards);
+  if (is_missing && is_captured) return make(home);    // Python refuses it
+  if (!is_captured && !compare(shards)) return false;  // kernels compare the calls of CUDA graphs
+  if (is_missing && !make(home)) return false;
+  if (home == kWords) {
+    SmallExchangeArgs args{*comm, memories.tables[home], memories.own[home], {}, own, bytes, scale, element, sms, 0};
     std::copy(parts.begin(), parts.end(), args.shards);
     return launch(&CollectiveKernels::small_exchange, args, sms, stream);
   }
-  if (element < 0) return gather(shards, stream, is_captured);
-  ReduceScatterArgs args{*comm, {}, memories.tables[kCells], memories.own[kCells], own, bytes, scale, element, sms, 0};
-  std::copy(parts.begin(), parts.end(), args.inputs);
-  return launch(&CollectiveKernels::reduce_scatter, args, sms, stream);
+  if (home == kCells) {
+    ReduceScatterArgs args{*comm, {}, memories.tables[home], memories.own[home], own, bytes, scale, element, sms, 0};
+    std::copy(parts.begin(), parts.end(), args.inputs);
+    return launch(&CollectiveKernels::reduce_scatter, args, sms, stream);
+  }
+  return home < 0 || gather(shards, home, stream, is_captured);
 }
 
 bool CollectiveNode::run_on_cpu(const Shards& shards) const {
@@ -105,11 +105,20 @@ bool CollectiveNode::run_on_cpu(const Shards& shards) const {
 
 // --- GPUs ------------------------------------------------------------------------------------------------------------
 
-// The number of the memory that an operation needs besides blocks, or -1.
-int CollectiveNode::needed_for(const Shards& shards) const {
+// The number of the memory through which shards go: a block, or one of the others; -1: none.
+int CollectiveNode::home_of(const Shards& shards) const {
   if (kernels == 0 || shards.bytes == 0) return -1;
   if (ways.is_small(shards.bytes)) return kWords;
-  return shards.element >= 0 ? kCells : block_of(shards) < 0 ? kStagingBlock : -1;
+  if (shards.element >= 0) return kCells;
+  const int block = block_of(shards);
+  return block < 0 ? kStagingBlock : block;
+}
+
+// The place of rank 0's shard, if it is in a block.
+int64_t CollectiveNode::place_of(const Shards& shards, int home) const {
+  const bool is_mapped = home >= 0 && home < kStagingBlock;
+  return is_mapped ? place_word(home, static_cast<int64_t>(shards.parts[0] - memories.own[home]))
+                   : place_word(kStagingBlock, 0);
 }
 
 // Makes memory, collectively. Python refuses that while a CUDA graph is captured.
@@ -119,18 +128,12 @@ bool CollectiveNode::make(int number) const {
   return which && call_owner(make_name, which.get());
 }
 
-int64_t CollectiveNode::place_of(const Shards& shards) const {
-  if (shards.element >= 0) return 0;
-  const int block = ways.is_small(shards.bytes) ? -1 : block_of(shards);
-  return block < 0 ? place_word(kStagingBlock, 0)
-                   : place_word(block, static_cast<int64_t>(shards.parts[0] - memories.own[block]));
-}
-
 // Raises DisagreementError if a peer's call of this number differs. Whichever rank calls second compares, before it
 // enqueues anything; its abort ends what the others have enqueued.
 bool CollectiveNode::compare(const Shards& shards) {
   static PyObject* const differ = interned("calls_differ");
-  const CallWords words{shards.bytes, std::max(shards.element, 0), place_of(shards)};
+  const int64_t place = shards.element < 0 ? place_of(shards, home_of(shards)) : 0;
+  const CallWords words{shards.bytes, std::max(shards.element, 0), place};
   CallDifference found;
   if (!compares_calls ||
       !post_call(reinterpret_cast<Address>(calls.data()), comm->num_ranks, comm->rank, ++num_compared_, words, &found))
@@ -151,16 +154,16 @@ bool CollectiveNode::launch(void (*CollectiveKernels::*kernel)(const Args&), Arg
 }
 
 // In one piece into a block, else piece by piece through the staging block.
-bool CollectiveNode::gather(const Shards& shards, uint64_t stream, bool is_captured) {
-  const int found = block_of(shards), block = found < 0 ? kStagingBlock : found;
-  const int64_t step = found < 0 ? ways.staged_bytes() : shards.bytes;
+bool CollectiveNode::gather(const Shards& shards, int home, uint64_t stream, bool is_captured) {
+  const bool is_staged = home == kStagingBlock;
+  const int64_t step = is_staged ? ways.staged_bytes() : shards.bytes, rank = comm->rank;
   AllGatherArgs args{};
   args.comm = *comm;
-  args.blocks = memories.tables[block];
-  args.host_blocks = memories.host_tables[block];
-  args.staging = found < 0 ? memories.own[block] : 0;
-  args.place = place_of(shards);
-  args.block = block;
+  args.blocks = memories.tables[home];
+  args.host_blocks = memories.host_tables[home];
+  args.staging = is_staged ? memories.own[home] : 0;
+  args.place = place_of(shards, home);
+  args.block = home;
   args.captured = is_captured;
   args.stream_words = stream_words;
   args.begun = progress;
@@ -168,10 +171,9 @@ bool CollectiveNode::gather(const Shards& shards, uint64_t stream, bool is_captu
   for (int64_t begin = 0; begin < shards.bytes; begin += step) {
     args.input = shards.own + begin;
     args.bytes = std::min(step, shards.bytes - begin);
-    for (int rank = 0; rank < comm->num_ranks; ++rank) args.outputs[rank] = shards.parts[rank] + begin;
-    args.offset =
-        found < 0 ? comm->rank * args.bytes : static_cast<int64_t>(shards.parts[comm->rank] - memories.own[block]);
-    args.num_ctas = ways.gather_ctas(args.bytes, found >= 0);
+    args.offset = is_staged ? rank * args.bytes : static_cast<int64_t>(shards.parts[rank] - memories.own[home]);
+    args.num_ctas = ways.gather_ctas(args.bytes, !is_staged);
+    for (int source = 0; source < comm->num_ranks; ++source) args.outputs[source] = shards.parts[source] + begin;
     if (args.num_ctas == 0 && !is_captured && !watch(args)) return false;
     const int sms = std::max(args.num_ctas, args.captured);  // handshakes in a graph take an SM
     if (!launch(&CollectiveKernels::all_gather, args, sms, stream)) return false;
@@ -183,14 +185,12 @@ bool CollectiveNode::gather(const Shards& shards, uint64_t stream, bool is_captu
 bool CollectiveNode::watch(AllGatherArgs& args) {
   static PyObject* const begin = interned("begin_stream_wait");
   args.number = ++num_watched_;
-  const Object written(PyList_New(0));
-  for (int source = 0; written && source < comm->num_ranks; ++source) {
-    const Address to = args.staging == 0 ? args.outputs[source] : args.staging + source * args.bytes;
-    const Object address(PyLong_FromUnsignedLongLong(to));
-    if (!address || (source != comm->rank && PyList_Append(written.get(), address.get()) != 0)) return false;
-  }
-  const Object gather(Py_BuildValue("(KiOL)", static_cast<unsigned long long>(args.number), args.block, written.get(),
-                                    static_cast<long long>(args.bytes)));
+  Address written[kMaxRanks];  // by each source, on this rank
+  for (int source = 0; source < comm->num_ranks; ++source)
+    written[source] = args.staging == 0 ? args.outputs[source] : args.staging + source * args.bytes;
+  const Object gather(Py_BuildValue(
+      "(KiLN)", static_cast<unsigned long long>(args.number), args.block, static_cast<long long>(args.bytes),
+      PyBytes_FromStringAndSize(reinterpret_cast<const char*>(written), comm->num_ranks * sizeof(Address))));
   return gather && call_owner(begin, gather.get());
 }
 

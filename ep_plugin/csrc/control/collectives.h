@@ -73,8 +73,8 @@ class CollectiveNode : public Engine {
   bool exchange(const Shards& shards, uint64_t stream, bool is_captured);
   // Whether it can do so without more memory.
   bool has_memory_for(const Shards& shards) const {
-    const int needed = needed_for(shards);
-    return needed < 0 || memories.own[needed] != 0;
+    const int home = home_of(shards);
+    return home < 0 || memories.own[home] != 0;
   }
 
   Object comm_object;
@@ -91,14 +91,14 @@ class CollectiveNode : public Engine {
 
  private:
   bool run_on_cpu(const Shards& shards) const;
-  bool gather(const Shards& shards, uint64_t stream, bool is_captured);
+  bool gather(const Shards& shards, int home, uint64_t stream, bool is_captured);
   bool watch(AllGatherArgs& args);
   template <class Args>
   bool launch(void (*CollectiveKernels::*kernel)(const Args&), Args& args, int sms, uint64_t stream) const;
 
   int block_of(const Shards& shards) const;
-  int needed_for(const Shards& shards) const;
-  int64_t place_of(const Shards& shards) const;
+  int home_of(const Shards& shards) const;
+  int64_t place_of(const Shards& shards, int home) const;
   bool make(int number) const;
   bool compare(const Shards& shards);
 
