@@ -181,7 +181,7 @@ def _wide(tensor: torch.Tensor) -> torch.Tensor:
 
 def _scale_of(op: Any, size: int) -> float:
     """The factor of the sum; ValueError for an operation that is not a sum."""
-    if op is _SUM or op == _SUM:  # comparing them takes longer
+    if op is not _AVG and (op is _SUM or op == _SUM):  # to compare them takes longer
         return 1.0
     if op is _AVG or op == _AVG:
         return 1.0 / size
