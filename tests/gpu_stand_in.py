@@ -3,32 +3,23 @@
 from __future__ import annotations
 
 import ctypes
-import weakref
+import threading
 from collections import deque
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ep_plugin import _C
-from ep_plugin.collectives.backends import cuda, paths
-from ep_plugin.collectives.backends.cuda import Calls, CudaGatherNode, CudaSumNode
+from ep_plugin.collectives.backends import paths
 from ep_plugin.collectives.backends.watchdog import StreamWaits
 from ep_plugin.collectives.base import Collective
 from ep_plugin.transport.peer import AddressTable
 from tests.collectives.collective_cases import BF16, FP32
+from tests.kernel_arguments import AllGatherArgs, Comm, ReduceScatterArgs, SmallExchangeArgs, table_of
 
 STAGING_BYTES = 20_000 * 16
 DTYPES = {_C.Element.FLOAT32: FP32, _C.Element.BFLOAT16: BF16}
-
-
-class Arguments(SimpleNamespace):
-    """Any kernel's arguments, lists too."""
-
-    def __getattr__(self, name: str) -> Any:
-        assert name.startswith("set_"), name
-        return lambda ranks: setattr(self, name.removeprefix("set_"), list(ranks))
 
 
 class Kernels:
@@ -36,22 +27,22 @@ class Kernels:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
-        self.pushed: list[Arguments] = []
+        self.pushed: list[AllGatherArgs] = []
         self.most_summed_by = self.small_calls = 0
 
-    def all_gather(self, args: Arguments) -> None:
-        self.pushed.append(Arguments(**vars(args)))  # the next call may use the same again
+    def all_gather(self, args: AllGatherArgs) -> None:
+        self.pushed.append(AllGatherArgs.from_buffer_copy(args))  # they last as long as the call
         dist.barrier(self._group)
         for rank, block in enumerate(_table(args.blocks, args.comm)):
             if rank != args.comm.rank:
                 ctypes.memmove(block + args.offset, args.input, args.bytes)
         dist.barrier(self._group)
         if args.staging:
-            for rank, output in enumerate(args.outputs):
+            for rank in range(args.comm.num_ranks):
                 if rank != args.comm.rank:
-                    ctypes.memmove(output, args.staging + rank * args.bytes, args.bytes)
+                    ctypes.memmove(args.outputs[rank], args.staging + rank * args.bytes, args.bytes)
 
-    def reduce_scatter(self, args: Arguments) -> None:
+    def reduce_scatter(self, args: ReduceScatterArgs) -> None:
         self.most_summed_by = max(self.most_summed_by, args.num_ctas)
         rank, ranks = args.comm.rank, range(args.comm.num_ranks)
         step = _C.channel_cells_bytes(len(ranks), 1) // len(ranks) // 16 * 16  # of each rank
@@ -64,7 +55,7 @@ class Kernels:
             dist.barrier(self._group)
             self._sum([cells[rank] + source * step for source in ranks], args.output + begin, nbytes, args)
 
-    def small_exchange(self, args: Arguments) -> None:
+    def small_exchange(self, args: SmallExchangeArgs) -> None:
         self.small_calls += 1
         rank, ranks, words = args.comm.rank, range(args.comm.num_ranks), _table(args.words, args.comm)
         dist.barrier(self._group)
@@ -80,7 +71,7 @@ class Kernels:
             if source != rank:
                 ctypes.memmove(args.shards[source], landed[source], args.bytes)
 
-    def _sum(self, sources: list[int], output: int, nbytes: int, args: Arguments) -> None:
+    def _sum(self, sources: list[int], output: int, nbytes: int, args: ReduceScatterArgs | SmallExchangeArgs) -> None:
         dtype = DTYPES[args.element]
         parts = [_memory(source, nbytes).view(dtype) for source in sources]
         total = parts[0].to(FP32)
@@ -89,7 +80,7 @@ class Kernels:
         _memory(output, nbytes).view(dtype).copy_(total * args.scale if args.scale != 1 else total)
 
 
-def _table(address: int, comm: Any) -> list[int]:
+def _table(address: int, comm: Comm) -> list[int]:
     return list((ctypes.c_uint64 * comm.num_ranks).from_address(address))
 
 
@@ -102,29 +93,31 @@ def as_on_gpus(made: Collective, path: str, per_node: int) -> Kernels:
     groups = [
         dist.new_group(list(range(first, first + per_node))) for first in range(0, dist.get_world_size(), per_node)
     ]
-    names = ("place_word", "staging_block", "Step", "small_words_bytes", "channel_cells_bytes")
-    names += ("post_call",)
-    arguments = ("AllGatherArgs", "ReduceScatterArgs", "SmallExchangeArgs")
-    stand_in = SimpleNamespace(**dict.fromkeys(arguments, Arguments), **{name: getattr(_C, name) for name in names})
-    cuda._C = stand_in
     paths.STAGING_BYTES = STAGING_BYTES
     kernels = Kernels(groups[dist.get_rank() // per_node])
     serve_with(made, path, kernels)
     return kernels
 
 
+class _Waits(StreamWaits):
+    """Gathers by copy engines that are only counted."""
+
+    def __init__(self) -> None:
+        self.table, self.number, self.pending = AddressTable([]), 0, deque()
+        self.progress = torch.zeros(2, dtype=torch.int64, device="cpu")
+        self._guard, self._open = threading.RLock(), False
+
+    def close(self) -> None: ...
+
+
 def serve_with(made: Collective, path: str, kernels: Any) -> None:
-    """The node that serves GPUs, with any kernels that take its arguments."""
+    """The node that serves GPUs, with the emulation's kernels or any others that take these arguments."""
     engine = made.engine_on(torch.device("cpu"))
-    kind = CudaGatherNode if engine.gathers else CudaSumNode
-    node = kind.__new__(kind)
-    node._node = weakref.proxy(engine)
-    node._streams = SimpleNamespace(enter=lambda sms: 0, capturing=lambda: False)
-    node._calls = Calls(engine)
-    node._workspaces = {}
-    node._kept, node._changes = {}, 0
-    waits = node.waits = StreamWaits.__new__(StreamWaits)
-    waits.table, waits.number, waits.pending = AddressTable([]), 0, deque()
-    waits.progress = torch.zeros(2, dtype=torch.int64)
     engine.path, engine.sum_sms = path, max(1, engine.sum_sms)
-    engine.inside, engine.kernels = node, kernels
+    if not hasattr(kernels, "collectives"):
+        kernels.table = table_of(kernels)
+        kernels.collectives = ctypes.addressof(kernels.table)
+    engine.kernels = kernels  # kept alive
+    engine.serve_gpus(kernels.collectives)
+    engine.inside.set_streams(engine.streams)
+    engine.watch(_Waits())

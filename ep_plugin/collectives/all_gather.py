@@ -16,11 +16,9 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from ep_plugin import _C
 from ep_plugin.collectives.base import Collective, CollectiveWork
 from ep_plugin.collectives.engine import CollectiveEngine
-from ep_plugin.collectives.shards import CutShards, address_of, as_bytes, check_cut, flat, listed
-from ep_plugin.runtime.tensors import call_of
+from ep_plugin.collectives.shards import as_bytes, check_cut, cut, flat, listed
 from ep_plugin.transport.rails import UnderWay
 
 _CHUNKS_AHEAD = 4  # on the rails at a time: over NCCL each arrives in memory of its own, and is copied
@@ -56,23 +54,23 @@ class HierarchicalAllGather(Collective):
             async_op: return a Work.
         """
         self._check_group(group)
-        alike, size = call_of(_C.form_of(output_tensor, input_tensor)), self.group.size()
-        if not self._known.find(alike):
+        if self._in_c(output_tensor, input_tensor, 1.0) is None:
+            size = self.group.size()
             check_cut("output_tensor", output_tensor, size, "input_tensor", input_tensor)
-            self._known.remember(alike)
-        args = flat(input_tensor), CutShards(output_tensor, size)
-        return self._run(gather, gather_alone, args, [output_tensor], async_op)
+            self._run(gather, gather_alone, flat(input_tensor), cut(output_tensor, size))
+            self._known.learn(output_tensor, input_tensor, input_tensor.nbytes, -1)
+        return self._work([output_tensor], async_op)
 
     def all_gather(
         self, tensor_list: Sequence[torch.Tensor], tensor: torch.Tensor, async_op: bool = False
     ) -> CollectiveWork | None:
         """The list form: tensor_list holds R contiguous tensors of n elements each, one for each rank's `tensor`."""
         outputs = listed("tensor_list", tensor_list, self.group.size(), "tensor", tensor)
-        args = as_bytes("tensor", tensor), outputs
-        return self._run(gather, gather_alone, args, list(tensor_list), async_op)
+        self._run(gather, gather_alone, as_bytes("tensor", tensor), outputs)
+        return self._work(list(tensor_list), async_op)
 
 
-def gather(engine: CollectiveEngine, shard: torch.Tensor, outputs: Sequence[torch.Tensor]) -> None:
+def gather(engine: CollectiveEngine, shard: torch.Tensor, outputs: list[torch.Tensor]) -> None:
     """shard: uint8 ``[bytes]``; outputs: one such tensor for each rank of the group."""
     shard = gather_alone(shard, outputs, engine.rank)
     rails, node_map = engine.rails, engine.node_map
@@ -100,14 +98,15 @@ def gather(engine: CollectiveEngine, shard: torch.Tensor, outputs: Sequence[torc
             gather_in_node(engine, parts[engine.index], parts)
 
 
-def gather_in_node(engine: CollectiveEngine, shard: torch.Tensor, outputs: Sequence[torch.Tensor]) -> None:
+def gather_in_node(engine: CollectiveEngine, shard: torch.Tensor, outputs: list[torch.Tensor]) -> None:
     """Brings `shard`, which is this rank's of `outputs`, to every rank of the node; outputs: one for each of them."""
     if engine.node_size > 1:
-        engine.inside.gather(shard, outputs)
+        engine.inside.exchange(shard, outputs)
+        engine.keep_blocks(outputs)
 
 
-def gather_alone(shard: torch.Tensor, outputs: Sequence[torch.Tensor], rank: int = 0) -> torch.Tensor:
+def gather_alone(shard: torch.Tensor, outputs: list[torch.Tensor], rank: int = 0) -> torch.Tensor:
     """Copies `shard` to the output of `rank`, which is this one, unless it is there; returns it there."""
-    if address_of(outputs, rank) == shard.data_ptr():
+    if outputs[rank].data_ptr() == shard.data_ptr():
         return shard
     return outputs[rank].copy_(shard)

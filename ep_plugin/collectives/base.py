@@ -14,12 +14,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Work
 
+from ep_plugin import _C
 from ep_plugin.collectives.engine import CollectiveEngine
 from ep_plugin.counts import held_bytes
 from ep_plugin.errors import CommunicatorClosed, EpPluginError, PeerTimeout
 from ep_plugin.runtime.base import leave
 from ep_plugin.runtime.streams import caller_stream, resolve_device
-from ep_plugin.runtime.tensors import KnownCalls
 from ep_plugin.transport.groups import Group, checked_group, name_of
 from ep_plugin.transport.peer import PeerBuffer
 
@@ -31,7 +31,7 @@ class Collective:
     """One operation over one process group. All ranks of the group call its methods in the same order."""
 
     _name: str
-    _sum_sms: int | None = None
+    _sum_sms: int | None = None  # the most for sums; None: the object gathers
     maps_nothing_on: tuple[str, ...] = ()
     """Types of device on which operations gain nothing from mapped memory: `allocate` returns ordinary memory there."""
 
@@ -56,7 +56,8 @@ class Collective:
         self._num_buffers, self.path = num_buffers, path
         self._engine: CollectiveEngine | None = None
         self._making = threading.RLock()
-        self._known = KnownCalls()
+        self._known = _C.KnownCollective(self._name, self._sum_sms is None, self.group.size() == 1)
+        self._in_c = self._known.function()
         self._closed = False
 
     def allocate(
@@ -100,7 +101,7 @@ class Collective:
 
     def maps(self, tensor: torch.Tensor) -> bool:
         """Whether peers have mapped the memory of `tensor`, as is true of most tensors from `allocate`."""
-        return self._engine is not None and self._engine.blocks.locate([tensor]) is not None
+        return self._engine is not None and self._engine.inside.block_of(tensor) >= 0
 
     @property
     def rail_bytes_sent(self) -> int:
@@ -139,6 +140,7 @@ class Collective:
         be waited for afterwards.
         """
         self._closed = True
+        self._known.is_alone = False
         if self._engine is not None:
             self._engine.close()
 
@@ -157,6 +159,8 @@ class Collective:
                 self._engine = CollectiveEngine(
                     checked_group(self.group), device, self._num_buffers, self.path, self._sum_sms
                 )
+                if not (self._engine.rails.nodes or self._engine.has_ranges):
+                    self._known.node = self._engine.inside
         if self._engine.device != device:
             raise ValueError(f"device: expected {self._engine.device} as in the first call, got {device}")
         return self._engine
@@ -170,26 +174,21 @@ class Collective:
         if group is not None and group is not self.group:
             raise ValueError(f"group: expected {name_of(self.group)}, which this object serves, got {group}")
 
-    def _run(
-        self,
-        operation: Callable[..., None],
-        alone: Callable[..., object],
-        args: tuple[Any, ...],
-        outputs: list[torch.Tensor],
-        async_op: bool,
-    ) -> CollectiveWork | None:
-        """Runs operation(engine, *args), or alone(*args) in a group of one rank."""
-        device = outputs[0].device
+    def _run(self, operation: Callable[..., None], alone: Callable[..., object], *args: Any) -> None:
+        """Runs operation(engine, *args), or alone(*args) in a group of one rank. args[0]: of the size of a shard."""
         if self.group.size() == 1:
             self.check()
             alone(*args)
         else:
-            engine = self.engine_on(device)
-            engine.run(self._name, operation, *args, nbytes=args[0].numel())  # of this rank's shard
+            engine = self.engine_on(args[0].device)
+            engine.run(self._name, operation, *args, nbytes=args[0].numel())
             engine.check()
+
+    def _work(self, outputs: list[torch.Tensor], async_op: bool) -> CollectiveWork | None:
+        """The Work of the operation that has just been called."""
         if not async_op:
             return None
-        event = None
+        event, device = None, outputs[0].device
         if device.type == "cuda":
             event = torch.cuda.Event()
             event.record(caller_stream(device))

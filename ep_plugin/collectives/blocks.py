@@ -25,7 +25,6 @@ import ctypes
 import itertools
 import os
 import weakref
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -35,7 +34,6 @@ from torch.utils.dlpack import from_dlpack
 
 from ep_plugin import _C
 from ep_plugin.collectives.control import ControlSet
-from ep_plugin.collectives.shards import addresses_of, storage_of
 from ep_plugin.errors import CaptureRefused, DisagreementError, PeerTimeout
 from ep_plugin.runtime.faults import DISAGREE_ON, Communicator
 from ep_plugin.runtime.streams import Streams
@@ -58,17 +56,14 @@ class Node(Communicator, Protocol):
     index: int
     node_size: int
     device: torch.device
-    path: str
-    sum_sms: int
     streams: Streams
     state: torch.Tensor
-    comm: _C.Comm
-    kernels: Any
     memory: PeerMemory
     control: ControlSet
-    blocks: Blocks
+    inside: _C.CollectiveNode
 
     def check(self) -> None: ...
+    def set_memory(self, number: int, memory: PeerBuffer) -> None: ...
 
 
 @dataclass
@@ -97,15 +92,16 @@ it calls `__del__`, and then `close` would unmap tensors that are alive."""
 
 
 class Blocks:
-    """The blocks of one communicator, by number. Kernels read their table, int64 ``[blocks][ranks]``, and sizes."""
+    """The blocks of one communicator, by number. Its CollectiveNode has the addresses that kernels need."""
 
     def __init__(self, node: Node, num_buffers: int) -> None:
         """Collective over the node."""
         self._node: Node = weakref.proxy(node)
-        self._memory, self._device = node.memory, node.device  # `close` may run when the node is gone
+        # `close` may run when the node is gone
+        self._memory, self._device, self._inside = node.memory, node.device, node.inside
+        self._node_size = node.node_size
         self._num_buffers = num_buffers
         self._blocks: dict[int, Block] = {}
-        self._by_address: dict[int, int] = {}
         self._calls = 0
         self._captured: list[Any] = []  # owners of the blocks that CUDA graphs use
         requests = node.control.requests
@@ -114,26 +110,9 @@ class Blocks:
         self._order = [node.index, *(index for index in range(len(requests)) if index != node.index)]
         self._requests = [requests[index] for index in self._order]
         self._uses = (ctypes.c_uint64 * _C.max_blocks)()  # how often each has been taken, the same on all ranks
-        # No tensors: those would follow the caller's modes (default device, inference).
-        self.table = (ctypes.c_int64 * (_C.max_blocks * _C.max_ranks))()
-        self.sizes = (ctypes.c_int64 * _C.max_blocks)()
-        self.addresses = ctypes.addressof(self.table), ctypes.addressof(self.sizes)
-        self.changes = 0  # how often the table has changed
 
     def __len__(self) -> int:
         return len(self._blocks)
-
-    def locate(self, parts: Sequence[torch.Tensor]) -> tuple[int, list[int]] | None:
-        """Returns the number of the block that all `parts` lie in, and their offsets in it; None if there is none."""
-        address = storage_of(parts)
-        number = None if address is None else self._by_address.get(address)
-        if number is None:
-            return None
-        return number, [part - self._blocks[number].address for part in addresses_of(parts)]
-
-    def memory_of(self, number: int) -> PeerBuffer:
-        """Returns the memory of block `number` on all ranks."""
-        return self._blocks[number].buffer
 
     def allocate(self, nbytes: int) -> torch.Tensor | None:
         """Makes a tensor, uint8 ``[nbytes]``, of a block that has the same number on all ranks.
@@ -163,14 +142,15 @@ class Blocks:
 
     def close(self) -> None:
         """Closes the blocks that no tensor refers to. The others close with that tensor, on GPUs with the process."""
-        for block in self._blocks.values():
+        for number, block in self._blocks.items():
             owner = block.live_owner()
             block.forget_owner()  # the memory for releases goes now
             if owner is not None:
                 self._memory.disown(block.buffer)
                 if self._device.type == "cpu":
                     weakref.finalize(owner, block.buffer.close)
-        self._blocks, self._by_address = {}, {}
+            self._forget(number)
+        self._blocks = {}
 
     def _choose(self, nbytes: int) -> int | None:
         """Returns the number of a block. All ranks choose the same one, because all decide by the same posts."""
@@ -206,10 +186,8 @@ class Blocks:
         if number >= _C.max_blocks:
             return None
         buffer = self._memory.allocate((nbytes + _PAGE_BYTES - 1) // _PAGE_BYTES * _PAGE_BYTES, "output")
-        block = self._blocks[number] = Block(buffer, buffer.ptrs[node.index])
-        self._by_address[block.address] = number
-        self._set_row(number, buffer.ptrs)
-        self.sizes[number] = buffer.nbytes
+        self._blocks[number] = Block(buffer, buffer.ptrs[node.index])
+        node.set_memory(number, buffer)
         return number
 
     def _free_everywhere(self, call: int, nbytes: int) -> int:
@@ -260,8 +238,7 @@ class Blocks:
                 surplus -= number in near
                 full = False
                 block = self._blocks.pop(number)
-                del self._by_address[block.address]
-                self._set_row(number, (0,) * len(block.buffer.ptrs))
+                self._forget(number)
                 block.forget_owner()
                 block.buffer.close()
 
@@ -276,10 +253,9 @@ class Blocks:
             if nbytes <= _MOST_WASTE * block.buffer.nbytes <= _MOST_WASTE**2 * nbytes
         }
 
-    def _set_row(self, number: int, addresses: tuple[int, ...]) -> None:
-        self.changes += 1
-        first = number * _C.max_ranks
-        self.table[first : first + len(addresses)] = list(addresses)
+    def _forget(self, number: int) -> None:
+        """From here on operations do not find the block."""
+        self._inside.set_memory(number, [0] * self._node_size, 0, 0, 0)
 
 
 class _Owner:

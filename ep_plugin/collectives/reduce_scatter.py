@@ -20,13 +20,13 @@ import torch.distributed as dist
 from ep_plugin import _C
 from ep_plugin.collectives.base import Collective, CollectiveWork
 from ep_plugin.collectives.engine import CollectiveEngine
-from ep_plugin.collectives.shards import CutShards, check_contiguous, check_cut, flat, listed
+from ep_plugin.collectives.shards import check_contiguous, check_cut, cut, flat, listed
 from ep_plugin.dtypes import ELEMENTS
 from ep_plugin.runtime.failures import STATUS_BYTES
-from ep_plugin.runtime.tensors import call_of
 from ep_plugin.transport.groups import Group
 
 _REDUCE = dist.ReduceOp
+_SUM, _AVG = _REDUCE.SUM, _REDUCE.AVG
 
 
 class HierarchicalReduceScatter(Collective):
@@ -59,8 +59,8 @@ class HierarchicalReduceScatter(Collective):
         """
         if not isinstance(sms, int) or isinstance(sms, bool) or not 1 <= sms <= _C.max_channels:
             raise ValueError(f"sms: expected an integer from 1 to {_C.max_channels}, got {sms!r}")
-        super().__init__(group, num_buffers=num_buffers, path=path)
         self._sum_sms = sms
+        super().__init__(group, num_buffers=num_buffers, path=path)
 
     def __call__(
         self,
@@ -81,12 +81,15 @@ class HierarchicalReduceScatter(Collective):
             async_op: return a Work.
         """
         self._check_group(group)
-        alike, size = call_of(_C.form_of(input_tensor, output_tensor)), self.group.size()
-        if not self._known.find(alike):
+        size = self.group.size()
+        scale = _scale_of(op, size)
+        if self._in_c(output_tensor, input_tensor, scale) is None:
             check_cut("input_tensor", input_tensor, size, "output_tensor", output_tensor)
             _check_dtype(output_tensor)
-            self._known.remember(alike)
-        return self._scatter(output_tensor, CutShards(input_tensor, size), op, async_op)
+            dtype = output_tensor.dtype
+            self._run(scatter, scatter_alone, flat(output_tensor), cut(input_tensor, size), dtype, scale)
+            self._known.learn(output_tensor, input_tensor, output_tensor.nbytes, ELEMENTS[dtype])
+        return self._work([output_tensor], async_op)
 
     def reduce_scatter(
         self, output: torch.Tensor, input_list: Sequence[torch.Tensor], op: Any = _REDUCE.SUM, async_op: bool = False
@@ -95,13 +98,9 @@ class HierarchicalReduceScatter(Collective):
         shards = listed("input_list", input_list, self.group.size(), "output", output)
         check_contiguous("output", output)
         _check_dtype(output)
-        return self._scatter(output, shards, op, async_op)
-
-    def _scatter(
-        self, output: torch.Tensor, shards: Sequence[torch.Tensor], op: Any, async_op: bool
-    ) -> CollectiveWork | None:
-        args = flat(output), shards, output.dtype, _scale_of(op, self.group.size())
-        return self._run(scatter, scatter_alone, args, [output], async_op)
+        scale = _scale_of(op, self.group.size())
+        self._run(scatter, scatter_alone, flat(output), shards, output.dtype, scale)
+        return self._work([output], async_op)
 
 
 def _check_dtype(tensor: torch.Tensor) -> None:
@@ -114,7 +113,7 @@ def _check_dtype(tensor: torch.Tensor) -> None:
 
 
 def scatter(
-    engine: CollectiveEngine, out: torch.Tensor, shards: Sequence[torch.Tensor], dtype: torch.dtype, scale: float
+    engine: CollectiveEngine, out: torch.Tensor, shards: list[torch.Tensor], dtype: torch.dtype, scale: float
 ) -> None:
     """out: uint8 ``[bytes]``; shards: one such tensor for each rank of the group."""
     rails, node_map, boards = engine.rails, engine.node_map, engine.group_boards
@@ -160,16 +159,16 @@ def scatter(
 
 
 def scatter_in_node(
-    engine: CollectiveEngine, out: torch.Tensor, shards: Sequence[torch.Tensor], dtype: torch.dtype, scale: float
+    engine: CollectiveEngine, out: torch.Tensor, shards: list[torch.Tensor], dtype: torch.dtype, scale: float
 ) -> None:
     """out = scale * the sum over the node's ranks of their shards for this one; shards: one for each of them."""
     if engine.node_size > 1:
-        engine.inside.scatter(out, shards, ELEMENTS[dtype], scale)
+        engine.inside.exchange(out, shards, ELEMENTS[dtype], scale)
     else:
         scatter_alone(out, shards, dtype, scale)
 
 
-def scatter_alone(out: torch.Tensor, shards: Sequence[torch.Tensor], dtype: torch.dtype, scale: float) -> None:
+def scatter_alone(out: torch.Tensor, shards: list[torch.Tensor], dtype: torch.dtype, scale: float) -> None:
     """out = scale * the shard of the only rank."""
     total = shards[0].view(dtype)
     out.view(dtype).copy_(total if scale == 1 else _wide(total) * scale)
@@ -182,9 +181,9 @@ def _wide(tensor: torch.Tensor) -> torch.Tensor:
 
 def _scale_of(op: Any, size: int) -> float:
     """The factor of the sum; ValueError for an operation that is not a sum."""
-    if op == _REDUCE.SUM:
+    if op is not _AVG and (op is _SUM or op == _SUM):  # to compare them takes longer
         return 1.0
-    if op == _REDUCE.AVG:
+    if op is _AVG or op == _AVG:
         return 1.0 / size
     if op == _REDUCE.PREMUL_SUM:
         state = op.__getstate__()  # (operation, factor); a number if the factor is missing

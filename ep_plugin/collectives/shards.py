@@ -1,6 +1,5 @@
 """The caller's tensors as shards: one uint8 ``[bytes]`` tensor for each rank, in rank order.
 
-Shards are a list of tensors, or one tensor that is cut when a shard is asked for, which saves the host the cutting.
 Shapes: R ranks, n elements of a shard.
 """
 
@@ -16,27 +15,9 @@ from ep_plugin.runtime.tensors import check_memory
 MAX_ORDERED_DIMS = 12  # of a tensor that is not contiguous
 
 
-class CutShards(Sequence[torch.Tensor]):
+def cut(whole: torch.Tensor, count: int) -> list[torch.Tensor]:
     """A contiguous tensor as `count` shards."""
-
-    def __init__(self, whole: torch.Tensor, count: int) -> None:
-        self.whole, self._count = whole, count
-        self._bytes = whole.nbytes // count
-        self.first_address = whole.data_ptr()
-        self._flat: torch.Tensor | None = None
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __getitem__(self, index: int) -> torch.Tensor:  # type: ignore[override]  # no slices
-        if not 0 <= index < self._count:
-            raise IndexError(f"expected an index from 0 to {self._count - 1}, got {index}")
-        if self._flat is None:
-            self._flat = flat(self.whole)
-        return self._flat.narrow(0, index * self._bytes, self._bytes)
-
-    def address(self, index: int) -> int:
-        return self.first_address + index * self._bytes
+    return list(flat(whole).view(count, -1).unbind()) if whole.numel() else [flat(whole)] * count
 
 
 def check_cut(name: str, whole: torch.Tensor, count: int, like_name: str, like: torch.Tensor) -> None:
@@ -115,24 +96,3 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.requires_grad or tensor.dim() != 1 or tensor.stride(0) != 1:  # one element may have any stride
         tensor = tensor.detach().as_strided((tensor.numel(),), (1,))
     return tensor.view(torch.uint8)
-
-
-def address_of(shards: Sequence[torch.Tensor], index: int) -> int:
-    return shards.address(index) if isinstance(shards, CutShards) else shards[index].data_ptr()
-
-
-def addresses_of(shards: Sequence[torch.Tensor]) -> tuple[int, ...]:
-    return tuple(address_of(shards, index) for index in range(len(shards)))
-
-
-def key_of(shards: Sequence[torch.Tensor]) -> tuple[int, ...]:
-    """Returns the fewest addresses that determine where all shards are, given the size of a shard."""
-    return (shards.first_address,) if isinstance(shards, CutShards) else addresses_of(shards)
-
-
-def storage_of(shards: Sequence[torch.Tensor]) -> int | None:
-    """Returns the address of the storage that all shards lie in; None if they lie in several."""
-    if isinstance(shards, CutShards):
-        return shards.whole.untyped_storage().data_ptr()
-    first, *others = (shard.untyped_storage().data_ptr() for shard in shards)
-    return first if all(other == first for other in others) else None

@@ -23,9 +23,9 @@ BYTES = 4 * COUNT
 
 
 def _number(gather: HierarchicalAllGather, tensor: torch.Tensor) -> int:
-    found = gather.engine_on(tensor.device).blocks.locate([tensor])
-    assert found is not None
-    return found[0]
+    found = gather.engine_on(tensor.device).inside.block_of(tensor)
+    assert found >= 0
+    return found
 
 
 def _holds_some(rank: int, calls: int, sizes: list[int]) -> list[int]:
@@ -109,8 +109,8 @@ def _repeats(rank: int) -> None:
         held.append(gather.allocate(19 * BYTES // 10, torch.uint8))
         del held
         if step == 2:
-            settled = blocks.changes
-    assert blocks.changes == settled, "blocks were made and closed again in each step"
+            settled = [block.key for block in blocks._blocks.values()]
+    assert [block.key for block in blocks._blocks.values()] == settled, "blocks were made and closed again in each step"
     gather.close()
 
 

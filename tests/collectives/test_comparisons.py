@@ -9,28 +9,27 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ep_plugin import HierarchicalAllGather, HierarchicalReduceScatter
+from ep_plugin import _C, HierarchicalAllGather, HierarchicalReduceScatter
 from ep_plugin.collectives.base import Collective
 from ep_plugin.errors import DisagreementError
 from tests.collectives.collective_cases import BF16, FP32
-from tests.gpu_stand_in import Arguments, as_on_gpus
+from tests.gpu_stand_in import serve_with
 from tests.ranks import run_ranks, values
 
 
 class _Device:
     """It takes whatever is enqueued, and does nothing; the host goes on."""
 
-    def all_gather(self, args: Arguments) -> None: ...
+    def all_gather(self, args: Any) -> None: ...
 
     reduce_scatter = small_exchange = all_gather
 
 
 def _on_a_device(made: Collective, path: str = "copy_engine") -> Collective:
-    as_on_gpus(made, path, dist.get_world_size())
+    serve_with(made, path, _Device())
     engine = made.engine_on(torch.device("cpu"))
-    engine.kernels = _Device()
-    for name in ("words", "staging" if engine.gathers else "cells"):
-        engine.inside._workspace(name, 1 << 20)  # the first operation that needs it meets the others
+    for number in (_C.words_block, _C.staging_block if engine.gathers else _C.cells_block):
+        engine.make_workspace(number)  # the first operation that needs it meets the others
     dist.barrier()  # and a rank that is still in there would hear of what the others do next
     return made
 

@@ -29,8 +29,8 @@ COUNTS = (1, 17, 4096, 20_001, 300_001)  # with path="auto" the last goes anothe
 
 def _gathers(rank: int, size: int, per_node: int, path: str) -> None:
     gather = HierarchicalAllGather()
-    kernels = as_on_gpus(gather, path, per_node)
     paths.SM_BELOW_BYTES = paths.SMALL_BYTES
+    kernels = as_on_gpus(gather, path, per_node)
     for seed, count in enumerate(COUNTS):
         mine = shard(seed, rank, count, BF16)
         expected = gathered_by_gloo(mine)
@@ -102,9 +102,9 @@ def _captured(rank: int, size: int, path: str) -> None:
     whole = gather.allocate(size * 100, FP32).fill_(1.0)
     used = whole.data_ptr()
     gather(whole, torch.ones(100))  # as before any capture
-    engine.streams.capturing = engine.inside._streams.capturing = lambda: True
+    engine.streams.capturing = lambda: True  # type: ignore[method-assign]
     gather(whole, torch.ones(100))
-    engine.streams.capturing = engine.inside._streams.capturing = lambda: False
+    engine.streams.capturing = lambda: False  # type: ignore[method-assign]
     del whole
     dist.barrier()
     later = [gather.allocate(size * 100, FP32) for _ in range(3)]
@@ -173,26 +173,26 @@ def test_inputs_of_sums_are_ordinary_memory() -> None:
 def _stages_late(rank: int) -> None:
     gather = HierarchicalAllGather()
     kernels = as_on_gpus(gather, "sm", 2)
-    node = gather.engine_on(torch.device("cpu")).inside
+    engine = gather.engine_on(torch.device("cpu"))
     allocated, other = gather.allocate(2 * COUNTS[-1], BF16), poisoned(2 * COUNTS[-1], BF16)
     mine = shard(0, rank, COUNTS[-1], BF16)
     gather(allocated, mine)
-    assert not node._workspaces, "memory for what has never been asked for"
-    _makes_first(node, "staging", lambda: gather(other, mine))
+    assert not engine.workspaces, "memory for what has never been asked for"
+    _makes_first(engine, "staging", lambda: gather(other, mine))
     assert same_bits(other, allocated) and kernels.pushed[-1].staging != 0
     gather.close()
 
 
-def _makes_first(node: Any, name: str, operation: Callable[[], object]) -> None:
+def _makes_first(engine: Any, name: str, operation: Callable[[], object]) -> None:
     """The first such operation makes the memory, which a capture cannot do."""
-    before = set(node._workspaces)
-    node._streams.capturing = lambda: True
+    before = set(engine.workspaces)
+    engine.streams.capturing = lambda: True
     with pytest.raises(CaptureRefused, match=f"expected one operation .* before a CUDA graph .* makes {name}"):
         operation()
-    assert not node._node.blocks._captured, "a block was kept for a graph that was refused"
-    node._streams.capturing = lambda: False
+    assert not engine.blocks._captured, "a block was kept for a graph that was refused"
+    engine.streams.capturing = lambda: False
     operation()
-    assert set(node._workspaces) - before == {name}
+    assert set(engine.workspaces) - before == {name}
 
 
 def test_staging_is_made_when_it_is_needed() -> None:
@@ -203,7 +203,7 @@ def _works_late(rank: int) -> None:
     with HierarchicalAllGather() as gather, HierarchicalReduceScatter() as scatter:
         for made in (gather, scatter):
             as_on_gpus(made, "auto", 2)
-        of_gather, of_scatter = (made.engine_on(torch.device("cpu")).inside for made in (gather, scatter))
+        of_gather, of_scatter = (made.engine_on(torch.device("cpu")) for made in (gather, scatter))
         few, total = torch.full((4,), rank + 1.0), torch.empty(2)
         gathered = gather.allocate(8, FP32)
         _makes_first(of_gather, "words", lambda: gather(gathered, few))
@@ -251,31 +251,33 @@ def test_streams_of_one_graph_follow_each_other(
     assert streams.follow(now) == now and len(waited) == waits
 
 
-def _keeps_launches(rank: int) -> None:
+def _finds_blocks(rank: int) -> None:
     gather = HierarchicalAllGather()
-    as_on_gpus(gather, "copy_engine", 2)
-    node, blocks = gather.engine_on(torch.device("cpu")).inside, gather.engine_on(torch.device("cpu")).blocks
+    kernels = as_on_gpus(gather, "copy_engine", 2)
+    engine = gather.engine_on(torch.device("cpu"))
     outputs = [gather.allocate(2 * COUNTS[-1], BF16) for _ in range(2)]
     shards = [output.narrow(0, rank * COUNTS[-1], COUNTS[-1]) for output in outputs]
-    for _ in range(3):
+    for turn in range(3):
         for output, part in zip(outputs, shards, strict=True):
-            gather(output, part)
-    assert len(node._kept) == 2
-    blocks._set_row(63, (0, 0))  # a block was dropped, as far as anyone can tell
+            gather(output, part.fill_(10 * turn + rank))
+            assert output[:: COUNTS[-1]].tolist() == [10 * turn, 10 * turn + 1]
+    assert [args.block for args in kernels.pushed] == [0, 1] * 3
+    assert [pending.number for pending in engine.waits.pending] == list(range(1, 7))
+    engine.blocks._forget(0)  # as if the block were closed
     gather(outputs[0], shards[0])
-    assert len(node._kept) == 1, "launches outlived the blocks that they were made for"
-    in_one_piece = paths.staged_bytes(2) // BF16.itemsize
-    for count, kept in ((in_one_piece, 2), (in_one_piece + 1, 2)):  # pieces use the block one after the other
+    assert kernels.pushed[-1].block == _C.staging_block, "an operation found a block that is closed"
+    in_one_piece = paths.ways("copy_engine", 2).staged_bytes // BF16.itemsize
+    for count, pieces in ((in_one_piece, 1), (in_one_piece + 1, 2)):  # pieces use the block one after the other
         foreign, part = torch.empty(2 * count, dtype=BF16), torch.empty(count, dtype=BF16)
         for turn in range(3):
+            kernels.pushed.clear()
             gather(foreign, part.fill_(10 * turn + rank))
-            assert foreign[::count].tolist() == [10 * turn, 10 * turn + 1]
-        assert len(node._kept) == kept
+            assert foreign[::count].tolist() == [10 * turn, 10 * turn + 1] and len(kernels.pushed) == pieces
     gather.close()
 
 
-def test_what_a_call_launches_is_kept_while_the_blocks_are_the_same() -> None:
-    values(run_ranks(2, _keeps_launches))
+def test_gathers_go_to_the_blocks_that_are_open() -> None:
+    values(run_ranks(2, _finds_blocks))
 
 
 @pytest.mark.parametrize(

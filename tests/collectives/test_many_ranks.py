@@ -14,6 +14,16 @@ import torch
 
 from ep_plugin import _C
 from tests import many_ranks
+from tests.kernel_arguments import (
+    AllGatherArgs,
+    CollectiveKernels,
+    CpuAllGatherArgs,
+    CpuReduceScatterArgs,
+    Piece,
+    ReduceScatterArgs,
+    SmallExchangeArgs,
+    addresses,
+)
 from tests.many_ranks import Block, ManyRanks
 from tests.ranks import run_ranks, values
 
@@ -30,22 +40,18 @@ def _inputs(ranks: int, count: int, seed: int) -> torch.Tensor:
     return torch.randint(-8, 8, (ranks, ranks, count), generator=torch.Generator().manual_seed(seed)).float()
 
 
-def _addresses(rows: torch.Tensor) -> list[int]:
-    return [row.data_ptr() for row in rows]
-
-
 class GpuNode(ManyRanks):
     """Ranks whose kernels are those of GPUs, with the memory of gathers and sums."""
 
     def __init__(self, ranks: int) -> None:
         super().__init__(ranks, _C.device_control_bytes, ranks)
-        self.kernels = many_ranks.kernels(True)
+        self.kernels = CollectiveKernels.from_address(many_ranks.kernels(True).collectives)
         self.blocks = Block([ranks * 4 * COUNT] * ranks)
         self.words = Block([_C.small_words_bytes(ranks)] * ranks)
         self.cells = Block([_C.channel_cells_bytes(ranks, 1)] * ranks)
 
     def exchange_words(self, rank: int, own: torch.Tensor, shards: torch.Tensor, element: int) -> None:
-        args = _C.SmallExchangeArgs(
+        args = SmallExchangeArgs(
             comm=self.comms[rank],
             words=self.words.table.address,
             own_words=self.words.ptrs[rank],
@@ -54,12 +60,12 @@ class GpuNode(ManyRanks):
             scale=0.5,
             element=element,
             num_ctas=self.size - 1,
+            shards=addresses(shards),
         )
-        args.set_shards(_addresses(shards))
-        self.kernels.small_exchange(args)
+        self.kernels.small_exchange(args.address)
 
     def push(self, rank: int, shard: torch.Tensor, outputs: torch.Tensor, staged: bool) -> None:
-        args = _C.AllGatherArgs(
+        args = AllGatherArgs(
             comm=self.comms[rank],
             input=shard.data_ptr(),
             bytes=shard.nbytes,
@@ -68,12 +74,12 @@ class GpuNode(ManyRanks):
             offset=rank * shard.nbytes,
             staging=self.blocks.ptrs[rank] if staged else 0,
             num_ctas=2,
+            outputs=addresses(outputs),
         )
-        args.set_outputs(_addresses(outputs))
-        self.kernels.all_gather(args)
+        self.kernels.all_gather(args.address)
 
     def sum_in_cells(self, rank: int, out: torch.Tensor, shards: torch.Tensor) -> None:
-        args = _C.ReduceScatterArgs(
+        args = ReduceScatterArgs(
             comm=self.comms[rank],
             bytes=out.nbytes,
             scale=0.5,
@@ -82,9 +88,9 @@ class GpuNode(ManyRanks):
             own_cells=self.cells.ptrs[rank],
             output=out.data_ptr(),
             num_ctas=1,
+            inputs=addresses(shards),
         )
-        args.set_inputs(_addresses(shards))
-        self.kernels.reduce_scatter(args)
+        self.kernels.reduce_scatter(args.address)
 
 
 def _gather(node: GpuNode, way: str, seed: int) -> None:
@@ -156,30 +162,31 @@ class CpuNode(ManyRanks):
         self._table = (ctypes.c_uint64 * _C.max_ranks)(*self.blocks.ptrs)
         self._sizes = (ctypes.c_int64 * 1)(ranks * 4 * self.count)
 
-    def _piece(self, *offsets: int) -> Any:
-        piece = _C.Piece(
+    def _piece(self, *offsets: int) -> Piece:
+        return Piece(
             bytes=4 * self.count,
             block=0 if self.in_blocks else -1,
             num_blocks=1,
             blocks=ctypes.addressof(self._table),
             block_bytes=ctypes.addressof(self._sizes),
+            offset=offsets,
         )
-        piece.set_offset(offsets)
-        return piece
 
     def gather_and_sum(self, rank: int, inputs: torch.Tensor, gathered: torch.Tensor, out: torch.Tensor) -> None:
-        args: Any = _C.CpuAllGatherArgs(comm=self.comms[rank], piece=self._piece(0), input=inputs[0].data_ptr())
-        args.set_outputs(_addresses(gathered))
-        _C.cpu.all_gather(args)
-        args = _C.CpuReduceScatterArgs(
-            comm=self.comms[rank],
+        comm = self.comms[rank]
+        gathers = CpuAllGatherArgs(
+            comm=comm, piece=self._piece(0), input=inputs[0].data_ptr(), outputs=addresses(gathered)
+        )
+        _C.cpu.all_gather(gathers.address)
+        sums = CpuReduceScatterArgs(
+            comm=comm,
             piece=self._piece(*(to * 4 * self.count for to in range(self.size))),
+            inputs=addresses(inputs),
             output=out.data_ptr(),
             scale=0.5,
             element=FLOAT32,
         )
-        args.set_inputs(_addresses(inputs))
-        _C.cpu.reduce_scatter(args)
+        _C.cpu.reduce_scatter(sums.address)
 
 
 def _gather_and_sum(node: CpuNode, seed: int) -> None:

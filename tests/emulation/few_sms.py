@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from ep_plugin import _C, HierarchicalAllGather
 from ep_plugin.moe.high_throughput import engine, sms
 from ep_plugin.moe.low_latency import engine as low_latency_engine
 from ep_plugin.moe.low_latency import sms as low_latency_sms
+from ep_plugin.runtime.streams import Streams
 from tests import emulation
 from tests.emulation import EmulatedStreams
 from tests.gpu import sms as sms_rounds
@@ -60,10 +61,12 @@ class FewSms(EmulatedStreams):
         usable: int = self._budget.usable
         return usable
 
-    def order_of_gathers(self) -> Any:
+    def of_gathers(self) -> Streams:
         """The streams of one all-gather object."""
-        order = _C.StreamOrder(self._budget)
-        return SimpleNamespace(enter=lambda sms: order.enter(self.current, sms), capturing=lambda: False)
+        streams = Streams()
+        streams.order = _C.StreamOrder(self._budget)
+        streams.caller = self.caller  # type: ignore[method-assign]
+        return streams
 
     def drain(self) -> None:
         for stream in (FIRST, SECOND, self.send, self.receive):
@@ -95,8 +98,8 @@ def serve_with_few_sms(budgeted: int) -> FewSms:
 
 def serve_gather(gather: HierarchicalAllGather, streams: FewSms) -> None:
     """Makes the object run its kernels on the device, too."""
+    gather.engine_on(torch.device("cpu")).streams = streams.of_gathers()
     serve_with(gather, "sm", emulation.load())
-    gather.engine_on(torch.device("cpu")).inside._streams = streams.order_of_gathers()
 
 
 def turn(streams: FewSms) -> sms_rounds.Turn:

@@ -41,9 +41,9 @@ PYBIND11_MODULE(_simt, m) {
   bind(m, "combine_add", table.combine_add);
   bind(m, "add_counts", table.add_counts);
   bind(m, "layout", table.layout);
-  bind(m, "all_gather", &ep::cuda::all_gather);
-  bind(m, "small_exchange", &ep::cuda::small_exchange);
-  bind(m, "reduce_scatter", &ep::cuda::reduce_scatter);
+  static const ep::CollectiveKernels collectives{&ep::cuda::all_gather, &ep::cuda::reduce_scatter,
+                                                 &ep::cuda::small_exchange};
+  m.attr("collectives") = reinterpret_cast<uint64_t>(&collectives);
   bind(m, "send_message", &ep::cuda::send_message);
   bind(m, "receive_message", &ep::cuda::receive_message);
   m.def("load_message_kernels", &ep::cuda::load_message_kernels);

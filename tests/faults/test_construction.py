@@ -107,7 +107,7 @@ STAGES: dict[str, tuple[Any, str, Callable[[], Any]]] = {
     "block": (shm._Block, "close", lambda: open_communicator(2, timeout_s=PATIENCE_S)),
     "board": (_C, "list_board", lambda: open_communicator(2, timeout_s=PATIENCE_S)),
     "communicator": (HighThroughputEngine, "_comm_struct", lambda: open_communicator(2, timeout_s=PATIENCE_S)),
-    "collective": (collective_engine.cpu, "CpuNode", lambda: HierarchicalAllGather().allocate(10, torch.uint8)),
+    "collective": (collective_engine, "_node_of", lambda: HierarchicalAllGather().allocate(10, torch.uint8)),
 }
 
 

@@ -247,7 +247,11 @@ def _measure_memory(rank: int, name: str) -> dict[str, int]:
         peaks[arm] = cases.peak_bytes(functools.partial(cases.train, case, model, steps=2))
     (pair,) = pairs._pairs.values()
     layer = sum(whole.numel() * whole.element_size() for whole in model.blocks[0].parameters())
-    gathered, reduced = (sum(each._engine.blocks.sizes) for each in (pair.all_gather, pair.reduce_scatter))
+
+    def held(blocks: Any) -> int:
+        return sum(block.buffer.nbytes for block in blocks._blocks.values())
+
+    gathered, reduced = (held(each._engine.blocks) for each in (pair.all_gather, pair.reduce_scatter))
     return {**peaks, "layer": layer, "gathered": gathered, "reduced": reduced}
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ast
+import ctypes
 import enum
 from pathlib import Path
 
 import pytest
 
 from ep_plugin import _C, config, env
+from tests.kernel_arguments import AllGatherArgs, Arguments, Comm, ReduceScatterArgs, SmallExchangeArgs
 
 STUB = ast.parse(Path(_C.__file__).with_name("_C.pyi").read_text())
 CLASSES = {node.name: node for node in STUB.body if isinstance(node, ast.ClassDef)}
@@ -22,6 +24,9 @@ NO_STRUCTS = (
     _C.HighThroughput,
     _C.HighThroughputOperation,
     _C.Expected,
+    _C.CollectiveNode,
+    _C.KnownCollective,
+    _C.Ways,
     _C.StreamOrder,
     _C.SmBudget,
     _C.Call,
@@ -54,13 +59,18 @@ def test_fields_of_a_struct(name: str) -> None:
 
 
 # The caller's shards are anywhere, so these have an address for each rank.
-LISTS = ("AllGatherArgs", "ReduceScatterArgs", "SmallExchangeArgs")
+LISTS = AllGatherArgs, ReduceScatterArgs, SmallExchangeArgs
 
 
-@pytest.mark.parametrize("name", [name for name in STRUCTS if name.endswith("Args") and not name.startswith("Cpu")])
+@pytest.mark.parametrize("name", [name for name in STRUCTS if name.endswith("Args")])
 def test_arguments_of_a_kernel_do_not_grow_with_the_ranks(name: str) -> None:
-    most = 8 * _C.max_ranks
-    assert getattr(_C, name).nbytes - (most if name in LISTS else 0) < 400 < most
+    assert getattr(_C, name).nbytes < 400 < 8 * _C.max_ranks
+
+
+@pytest.mark.parametrize("kind", LISTS)
+def test_arguments_of_collectives_have_one_address_for_each_rank(kind: type[Arguments]) -> None:
+    assert ctypes.sizeof(Comm) == _C.Comm.nbytes
+    assert ctypes.sizeof(kind) - 8 * _C.max_ranks < 400
 
 
 @pytest.mark.parametrize("name", ENUMS)

@@ -15,7 +15,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -71,13 +71,13 @@ class StreamWaits:
             self._resources = made.pop_all()
         _poller.add(self)
 
-    def begin(self, args: Any, addresses: Sequence[int]) -> None:
-        """Numbers a gather by its kernel's arguments, before it is enqueued. addresses: where it writes here."""
-        self.number = args.number = self.number + 1
+    def begin(self, number: int, block: int, addresses: Sequence[int], nbytes: int) -> None:
+        """Notes a gather before it is enqueued. The arguments are the fields of a Pending."""
+        self.number = number
         finished = int(self.progress[1])
         while self.pending and self.pending[0].number <= finished:
             self.pending.popleft()
-        self.pending.append(Pending(self.number, args.block, addresses, args.bytes))
+        self.pending.append(Pending(number, block, addresses, nbytes))
         _poller.wake()
 
     def poll(self) -> bool:

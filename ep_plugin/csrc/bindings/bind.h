@@ -113,23 +113,6 @@ void set_words(Word (&to)[kMost], const std::vector<Word>& from) {
 // Returns the address of a tensor; 0 for None.
 Address address_of(py::handle tensor);
 
-// A method of a struct that sets these fields to the addresses of tensors, in this order; None: 0.
-template <class Args>
-auto point_to(std::initializer_list<Address Args::*> members) {
-  return [members = std::vector<Address Args::*>(members)](Args& args, const py::args& tensors) {
-    if (tensors.size() != members.size())
-      throw py::value_error("tensors: expected " + std::to_string(members.size()) + ", got " +
-                            std::to_string(tensors.size()));
-    for (size_t i = 0; i < members.size(); ++i) args.*members[i] = address_of(tensors[i]);
-  };
-}
-
-// A setter for a struct's array of one word per rank.
-template <class Args, class Word>
-auto array_of(Word (Args::*member)[kMaxRanks]) {
-  return [member](Args& args, const std::vector<Word>& from) { set_words(args.*member, from); };
-}
-
 // Raises the exception that a signal handler has set during a wait.
 inline void raise_interruption() {
   if (PyErr_Occurred()) throw py::error_already_set();

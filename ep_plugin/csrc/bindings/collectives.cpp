@@ -1,102 +1,120 @@
-// All-gather and reduce-scatter: argument structs, kernels, and the words by which hosts agree (blocks, calls).
+// All-gather and reduce-scatter: the part of their engines in C, and requests for blocks.
 #include <unistd.h>
 
-#include "bindings/bind.h"
+#include "bindings/functions.h"
 #include "common/board.h"
-#include "common/collectives.h"
 #include "common/tensor.h"
 #include "common/views.h"
+#include "control/collectives.h"
 
 namespace ep::bindings {
 
 namespace {
 
-void bind_cpu_collectives(py::module_& m) {
-  m.attr("collective_control_bytes") = sizeof(CollectiveControl);
-  m.attr("max_blocks") = kMaxPeerBlocks;
-  m.attr("requests_bytes") = sizeof(Requests);
-  m.attr("call_ring_bytes") = sizeof(CallRow) * kCalls;
-  bind_enum(m, "CollectiveOp", {{"ALL_GATHER", kOpAllGather}, {"REDUCE_SCATTER", kOpReduceScatter}});
-  m.attr("piece_fields") = py::make_tuple("op", "bytes", "element");
-  Struct<Piece>(m, "Piece")
-      .field("bytes", &Piece::bytes)
-      .field("block", &Piece::block)
-      .field("num_blocks", &Piece::num_blocks)
-      .field("blocks", &Piece::blocks)
-      .field("block_bytes", &Piece::block_bytes)
-      .def("set_offset", array_of(&Piece::offset));
-  Struct<CpuAllGatherArgs>(m, "CpuAllGatherArgs")
-      .field("comm", &CpuAllGatherArgs::comm)
-      .field("piece", &CpuAllGatherArgs::piece)
-      .field("input", &CpuAllGatherArgs::input)
-      .def("set_outputs", array_of(&CpuAllGatherArgs::outputs));
-  Struct<CpuReduceScatterArgs>(m, "CpuReduceScatterArgs")
-      .field("comm", &CpuReduceScatterArgs::comm)
-      .field("piece", &CpuReduceScatterArgs::piece)
-      .field("output", &CpuReduceScatterArgs::output)
-      .field("scale", &CpuReduceScatterArgs::scale)
-      .field("element", &CpuReduceScatterArgs::element)
-      .def("set_inputs", array_of(&CpuReduceScatterArgs::inputs));
-  py::module_ cpu = m.attr("cpu");
-  bind_kernel(cpu, "all_gather", &cpu::all_gather);
-  bind_kernel(cpu, "reduce_scatter", &cpu::reduce_scatter);
-}
+using control::CollectiveNode;
+using control::KnownCollective;
+using control::Ways;
 
-void bind_cuda_collectives(py::module_& m) {
+void bind_constants(py::module_& m) {
+  m.attr("collective_control_bytes") = sizeof(CollectiveControl);
   m.attr("device_control_bytes") = sizeof(DeviceControl);
+  m.attr("max_blocks") = kMaxPeerBlocks;
   m.attr("staging_block") = kStagingBlock;
+  m.attr("words_block") = control::kWords;
+  m.attr("cells_block") = control::kCells;
   m.attr("max_ctas") = kMaxCtas;
   m.attr("max_channels") = kMaxChannels;
-  Struct<AllGatherArgs>(m, "AllGatherArgs")
-      .field("comm", &AllGatherArgs::comm)
-      .field("input", &AllGatherArgs::input)
-      .field("bytes", &AllGatherArgs::bytes)
-      .field("blocks", &AllGatherArgs::blocks)
-      .field("host_blocks", &AllGatherArgs::host_blocks)
-      .field("offset", &AllGatherArgs::offset)
-      .field("staging", &AllGatherArgs::staging)
-      .field("place", &AllGatherArgs::place)
-      .field("block", &AllGatherArgs::block)
-      .field("num_ctas", &AllGatherArgs::num_ctas)
-      .field("captured", &AllGatherArgs::captured)
-      .field("number", &AllGatherArgs::number)
-      .field("stream_words", &AllGatherArgs::stream_words)
-      .field("begun", &AllGatherArgs::begun)
-      .field("finished", &AllGatherArgs::finished)
-      .field("stream", &AllGatherArgs::stream)
-      .def("set_outputs", array_of(&AllGatherArgs::outputs));
-  m.def("channel_cells_bytes", &channel_cells_bytes);
-  Struct<ReduceScatterArgs>(m, "ReduceScatterArgs")
-      .field("comm", &ReduceScatterArgs::comm)
-      .field("output", &ReduceScatterArgs::output)
-      .field("bytes", &ReduceScatterArgs::bytes)
-      .field("scale", &ReduceScatterArgs::scale)
-      .field("element", &ReduceScatterArgs::element)
-      .field("num_ctas", &ReduceScatterArgs::num_ctas)
-      .field("stream", &ReduceScatterArgs::stream)
-      .field("cells", &ReduceScatterArgs::cells)
-      .field("own_cells", &ReduceScatterArgs::own_cells)
-      .def("set_inputs", array_of(&ReduceScatterArgs::inputs));
   m.attr("small_bytes") = kSmallBytes;
-  m.def("small_words_bytes", &small_words_bytes);
-  Struct<SmallExchangeArgs>(m, "SmallExchangeArgs")
-      .field("comm", &SmallExchangeArgs::comm)
-      .field("bytes", &SmallExchangeArgs::bytes)
-      .field("scale", &SmallExchangeArgs::scale)
-      .field("element", &SmallExchangeArgs::element)
-      .field("num_ctas", &SmallExchangeArgs::num_ctas)
-      .field("stream", &SmallExchangeArgs::stream)
-      .field("words", &SmallExchangeArgs::words)
-      .field("own_words", &SmallExchangeArgs::own_words)
-      .field("own", &SmallExchangeArgs::own)
-      .def("set_shards", array_of(&SmallExchangeArgs::shards));
-  m.def("dlpack_bytes", &dlpack_bytes);
-  m.def("place_word", &place_word);
+  m.attr("requests_bytes") = sizeof(Requests);
+  m.attr("call_ring_bytes") = sizeof(CallRow) * kCalls;
   m.attr("stream_words_shape") = py::make_tuple(2, kMaxPeerBlocks + 1, kMaxRanks);  // ready and done
   m.attr("stream_words_bytes") = sizeof(StreamWords);
+  m.attr("piece_fields") = py::make_tuple("op", "bytes", "element");
+  bind_enum(m, "CollectiveOp", {{"ALL_GATHER", kOpAllGather}, {"REDUCE_SCATTER", kOpReduceScatter}});
+  m.def("channel_cells_bytes", &channel_cells_bytes);
+  m.def("small_words_bytes", &small_words_bytes);
+  m.def("dlpack_bytes", &dlpack_bytes);
+  m.def("place_word", &place_word);
+  // By the address of their arguments, for tests.
+  py::module_ cpu = m.attr("cpu");
+  using Unlocked = py::call_guard<py::gil_scoped_release>;
+  cpu.def("all_gather", [](Address args) { cpu::all_gather(*at<CpuAllGatherArgs>(args)); }, Unlocked());
+  cpu.def("reduce_scatter", [](Address args) { cpu::reduce_scatter(*at<CpuReduceScatterArgs>(args)); }, Unlocked());
 }
 
-// Requests for blocks, and calls.
+void set_memory(CollectiveNode& node, int number, const std::vector<Address>& addresses, int64_t bytes, Address table,
+                Address host_table) {
+  control::Memories& to = node.memories;
+  if (number < 0 || number >= control::kMemories) throw py::index_error("number: expected that of a memory");
+  set_words(to.addresses[number], addresses);
+  to.own[number] = addresses.at(node.comm->rank);
+  to.bytes[number] = bytes;
+  to.tables[number] = table;
+  to.host_tables[number] = host_table;
+}
+
+void exchange(CollectiveNode& node, const py::object& own, const py::list& parts, int element, double scale) {
+  control::Shards shards{address_of(own), own.attr("nbytes").cast<int64_t>(), element, scale, {}};
+  if (py::len(parts) != static_cast<size_t>(node.comm->num_ranks))
+    throw py::value_error("parts: expected one per rank");
+  for (py::handle part : parts) shards.parts.push_back(address_of(part));
+  uint64_t stream = 0, capture = 0;
+  if (!node.find_stream(&stream, &capture)) throw py::value_error("device: expected the current one to be this node's");
+  require(node.exchange(shards, stream, capture != 0));
+}
+
+PyObject* run(KnownCollective& known, const KnownCollective::Given& given) { return known.run(given); }
+
+void bind_node(py::module_& m) {
+  py::class_<Ways>(m, "Ways")
+      .def(py::init([](const std::string& path, int ranks, int most_sum_sms, int64_t engines_from,
+                       int64_t staging_bytes) { return Ways{path, ranks, most_sum_sms, engines_from, staging_bytes}; }))
+      .def("gather_sms", &Ways::gather_ctas)
+      .def("sum_sms", &Ways::sum_ctas)
+      .def_property_readonly("staged_bytes", &Ways::staged_bytes);
+  py::class_<CollectiveNode, std::shared_ptr<CollectiveNode>>(m, "CollectiveNode")
+      .def(
+          py::init([](const py::object& owner, const py::object& running, const py::object& device,
+                      std::shared_ptr<control::CallLog> log, const std::string& name, Address board, int device_index) {
+            return std::make_shared<CollectiveNode>(owner.ptr(), running.ptr(), device.ptr(), std::move(log), name,
+                                                    board, device_index);
+          }))
+      .def("set_comm", &set_comm<CollectiveNode>)
+      .def("set_streams",
+           [](CollectiveNode& node, const py::object& streams) {
+             node.caller = [streams] { return streams.attr("caller")().cast<uint64_t>(); };
+             node.capturing = [streams] { return streams.attr("capturing")().cast<uint64_t>(); };
+           })
+      .def("set_memory", &set_memory)
+      .def("block_of",
+           [](const CollectiveNode& node, const py::object& tensor) {
+             return node.memories.find(address_of(tensor), tensor.attr("nbytes").cast<int64_t>());
+           })
+      .def("exchange", &exchange, py::arg("own"), py::arg("parts"), py::pos_only(), py::arg("element") = -1,
+           py::arg("scale") = 1.0)
+      .def_readwrite("kernels", &CollectiveNode::kernels)
+      .def_readwrite("ways", &CollectiveNode::ways)
+      .def_readwrite("order", &CollectiveNode::order)
+      .def_readwrite("calls", &CollectiveNode::calls)
+      .def_readwrite("compares_calls", &CollectiveNode::compares_calls)
+      .def_readwrite("stream_words", &CollectiveNode::stream_words)
+      .def_readwrite("progress", &CollectiveNode::progress);
+  py::class_<KnownCollective, std::shared_ptr<KnownCollective>>(m, "KnownCollective")
+      .def(py::init([](const py::str& name, bool gathers, bool is_alone) {
+        return std::make_shared<KnownCollective>(name.ptr(), gathers, is_alone);
+      }))
+      .def("function",
+           [](const std::shared_ptr<KnownCollective>& known) {
+             return function_of<KnownCollective, KnownCollective, &run>(known, "collective");
+           })
+      .def("learn", [](KnownCollective& known, py::handle output, py::handle input, int64_t bytes,
+                       int element) { known.learn(output.ptr(), input.ptr(), bytes, element); })
+      .def_readwrite("node", &KnownCollective::node)
+      .def_readwrite("is_alone", &KnownCollective::is_alone)
+      .def_readonly("num_calls", &KnownCollective::num_calls);
+}
+
+// Requests for blocks.
 void bind_host_agreement(py::module_& m) {
   m.attr("fault_offset") = offsetof(State, fault);
   m.def("fault_board", &fault_board);
@@ -126,14 +144,6 @@ void bind_host_agreement(py::module_& m) {
     raise_interruption();
     return py::make_tuple(free, late);
   });
-  // Returns None, or the difference of a peer's call: (peer, field, mine, theirs).
-  m.def("post_call",
-        [](Address rings, int num_ranks, int rank, uint64_t number, int64_t bytes, int64_t element,
-           int64_t place) -> py::object {
-          CallDifference found;
-          if (!post_call(rings, num_ranks, rank, number, {bytes, element, place}, &found)) return py::none();
-          return py::make_tuple(found.peer, found.field, found.mine, found.theirs);
-        });
   // Returns the first of the ranks with these requests that has not posted request `number` in time, or -1.
   m.def("wait_requests", [](const std::vector<Address>& requests, uint64_t number, Address board, int64_t timeout_ns) {
     int late = -1;
@@ -153,8 +163,8 @@ void bind_host_agreement(py::module_& m) {
 }  // namespace
 
 void bind_collectives(py::module_& m) {
-  bind_cpu_collectives(m);
-  bind_cuda_collectives(m);
+  bind_constants(m);
+  bind_node(m);
   bind_host_agreement(m);
 }
 

@@ -86,11 +86,7 @@ py::object form_of(const py::args& tensors) {
   if (control::exchange_api() == nullptr) return py::none();
   control::Inputs inputs;
   for (py::handle tensor : tensors)
-    if (!inputs.read(tensor.ptr())) {
-      if (PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_Exception)) throw py::error_already_set();  // as by Ctrl-C
-      PyErr_Clear();
-      return py::none();
-    }
+    if (!inputs.read(tensor.ptr())) return returned(Object(control::left()));
   return py::bytes(inputs.form());
 }
 
@@ -114,11 +110,7 @@ void bind_low_latency_engine(py::module_& m) {
         return engine;
       }))
       .def("functions", &functions_of)
-      .def("set_comm",
-           [](LowLatency& engine, const py::object& comm) {
-             engine.comm = &comm.cast<const Comm&>();
-             engine.comm_object = Object(kept(comm));
-           })
+      .def("set_comm", &set_comm<LowLatency>)
       .def("set_caller",
            [](LowLatency& engine, const py::object& streams) {
              engine.caller = [streams] { return streams.attr("caller")().cast<uint64_t>(); };
@@ -216,10 +208,9 @@ void bind_control(py::module_& m) {
   m.def("set_python_objects",
         [](const py::object& output_type, const py::object& handle_type, const py::object& nothing,
            const py::object& int64, const py::dict& num_served, const py::dict& num_served_of_kind,
-           const py::object& served_kind, const py::object& sums, const py::object& current_device) {
-          control::python_objects() = {kept(output_type), kept(handle_type), kept(nothing),
-                                       kept(int64),       kept(num_served),  kept(num_served_of_kind),
-                                       kept(served_kind), kept(sums),        kept(current_device)};
+           const py::object& served_kind, const py::object& sums) {
+          control::python_objects() = {kept(output_type), kept(handle_type),        kept(nothing),     kept(int64),
+                                       kept(num_served),  kept(num_served_of_kind), kept(served_kind), kept(sums)};
         });
   bind_started_operation(m);
   bind_low_latency_engine(m);

@@ -10,7 +10,7 @@
 namespace ep::bindings {
 
 void bind_cuda(py::module_& m) {
-  control::cuda_calls() = {&stream_capture, &order_streams};
+  control::cuda_calls() = {&stream_capture, &order_streams, &copy_on_stream};
   control::message_calls() = {&cuda::load_message_kernels,
                               &cuda::send_message,
                               &cuda::receive_message,
@@ -23,10 +23,8 @@ void bind_cuda(py::module_& m) {
                               &wait_on_host,
                               &fill};
   bind_table(m, "cuda", cuda_kernels());
-  py::module_ kernels = m.attr("cuda");
-  bind_kernel(kernels, "all_gather", &cuda::all_gather);
-  bind_kernel(kernels, "small_exchange", &cuda::small_exchange);
-  bind_kernel(kernels, "reduce_scatter", &cuda::reduce_scatter);
+  static const CollectiveKernels collectives{&cuda::all_gather, &cuda::reduce_scatter, &cuda::small_exchange};
+  m.attr("cuda").attr("collectives") = reinterpret_cast<Address>(&collectives);
   EP_STRUCT(m, WireArgs, kind, num_sms, keep, seed, chunk_bytes, bytes, failed, stream)
       .def("set_pairs", [](WireArgs& args, const std::vector<Address>& from, const std::vector<Address>& to) {
         if (from.size() != to.size()) throw py::value_error("pairs: expected as many sources as destinations");

@@ -47,6 +47,13 @@ inline py::object returned(control::Object owned) {
   return py::reinterpret_steal<py::object>(object);
 }
 
+// Gives an engine the communicator as kernels see it.
+template <class Engine>
+void set_comm(Engine& engine, const py::object& comm) {
+  engine.comm = &comm.cast<Comm&>();
+  engine.comm_object = control::Object(kept(comm));
+}
+
 // Raises Python's error unless it is done.
 inline void require(bool is_done) {
   if (!is_done) throw py::error_already_set();

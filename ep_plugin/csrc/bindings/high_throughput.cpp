@@ -141,11 +141,7 @@ void bind_engine(py::module_& m) {
              engine.max_tokens = max_tokens;
              engine.totals_ns = totals_ns;
            })
-      .def("set_comm",
-           [](HighThroughput& engine, const py::object& comm) {
-             engine.comm = &comm.cast<Comm&>();
-             engine.comm_object = Object(kept(comm));
-           })
+      .def("set_comm", &set_comm<HighThroughput>)
       .def("set_kernels", &set_kernels)
       .def("set_streams", &set_streams)
       .def("set_number", [](HighThroughput& engine, const py::int_& number) { engine.number = Object(kept(number)); })

@@ -314,6 +314,13 @@ struct SmallExchangeArgs {
   Address stream;
 };
 
+// The kernels of GPUs.
+struct CollectiveKernels {
+  void (*all_gather)(const AllGatherArgs&);
+  void (*reduce_scatter)(const ReduceScatterArgs&);
+  void (*small_exchange)(const SmallExchangeArgs&);
+};
+
 namespace cuda {  // only in builds with CUDA
 void all_gather(const AllGatherArgs& args);
 void reduce_scatter(const ReduceScatterArgs& args);

@@ -103,20 +103,13 @@ void Engine::close_if_asked() const {
 
 bool Engine::current_stream(uint64_t* stream) const {
   *stream = caller ? caller() : 0;
-  if (caller || !is_on_gpu()) return true;
-  const Object device(PyObject_CallNoArgs(python_objects().current_device));
-  void* current = nullptr;
-  if (!device || PyLong_AsLongLong(device.get()) != device_index ||
-      exchange_api()->current_stream(kDLCuda, device_index, &current) != 0)
-    return false;
-  *stream = reinterpret_cast<uint64_t>(current);
-  return true;
+  return caller || !is_on_gpu() || torch_stream(device_index, stream);
 }
 
 bool Engine::find_stream(uint64_t* stream, uint64_t* capture) const {
-  *capture = 0;
   if (!current_stream(stream)) return false;
-  if (!is_on_gpu()) return true;
+  *capture = capturing ? capturing() : 0;
+  if (capturing || !is_on_gpu()) return true;
   try {
     *capture = cuda_calls().stream_capture(*stream, device_index);
     return true;

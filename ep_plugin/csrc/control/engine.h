@@ -20,7 +20,6 @@ struct PythonObjects {
   PyObject* int64;                      // torch's dtype
   PyObject *num_served, *num_served_of_kind, *served_kind;  // of counts, and what low latency counts there
   PyObject* sums;                                           // statistics.Sums
-  PyObject* current_device;                                 // returns the number of the current GPU
 };
 PythonObjects& python_objects();
 
@@ -69,8 +68,9 @@ class Engine {
   // Returns the fields of a handle that the communicator has made, or null.
   PyObject* const* fields_of(PyObject* handle) const;
 
-  Object number, serves;             // of the communicator; the integration that counts its operations
-  std::function<uint64_t()> caller;  // tests: returns the caller's stream in PyTorch's place
+  Object number, serves;  // of the communicator; the integration that counts its operations
+  // Tests: return the caller's stream, and its capture, in PyTorch's and CUDA's place.
+  std::function<uint64_t()> caller, capturing;
 
  protected:
   Object owner() const;  // none, if it is gone

@@ -32,7 +32,7 @@ bool Inputs::holds_all(PyObject* object) {
   return begin_ + (last + 1) * last_.type_bits / 8 <= storage_bytes_;
 }
 
-bool Inputs::read(PyObject* object, RowsInForm rows) {
+bool Inputs::append(PyObject* object, RowsInForm rows) {
   const TensorDescriptors& ask = descriptors();
   last_ = DLTensor{};
   storage_ = Object();

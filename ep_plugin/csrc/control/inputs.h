@@ -18,9 +18,13 @@ class Inputs {
  public:
   Inputs() { form_.reserve(512); }
 
-  // Appends a tensor or None. Returns false if it has no form, with Python's error set if the interpreter raised one:
-  // its type stands for other tensors, its values are not as they lie in memory, or its storage is too small.
-  bool read(PyObject* object, RowsInForm rows = kFixedRows);
+  // Appends a tensor or None. Returns false if it has no form: its type stands for other tensors, its values are not as
+  // they lie in memory, or its storage is too small. Python's error is set only if a signal's handler has raised it.
+  bool read(PyObject* object, RowsInForm rows = kFixedRows) {
+    const bool is_read = append(object, rows);
+    if (!is_read && PyErr_Occurred() && PyErr_ExceptionMatches(PyExc_Exception)) PyErr_Clear();
+    return is_read;
+  }
 
   // Whether a tensor read so far requires a gradient that autograd would record now.
   bool needs_grad() const { return needs_grad_; }
@@ -37,6 +41,7 @@ class Inputs {
   PyObject* dtype() const { return dtype_; }
 
  private:
+  bool append(PyObject* object, RowsInForm rows);
   bool holds_all(PyObject* object);
 
   std::string form_;

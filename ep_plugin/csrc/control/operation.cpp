@@ -87,10 +87,7 @@ bool append_key(std::string& form, Door door, const Settings& settings) {
 
 bool Operation::read(Inputs& inputs, std::initializer_list<std::pair<PyObject*, DLTensor*>> tensors, RowsInForm rows) {
   for (const auto& [object, tensor] : tensors) {
-    if (!inputs.read(object, rows)) {
-      if (PyErr_Occurred() && PyErr_ExceptionMatches(PyExc_Exception)) PyErr_Clear();  // not Ctrl-C
-      return false;
-    }
+    if (!inputs.read(object, rows)) return false;
     *tensor = inputs.last();
     if (object != Py_None) inputs_.push_back(Object::borrowed(object));
   }

@@ -19,6 +19,7 @@ namespace ep::control {
 struct CudaCalls {
   std::function<uint64_t(uint64_t stream, int device)> stream_capture;  // 0: no capture
   std::function<void(uint64_t later, uint64_t earlier, int device)> order_streams;
+  std::function<void(uint64_t to, uint64_t from, int64_t bytes, uint64_t stream)> copy{};  // on the current device
 };
 CudaCalls& cuda_calls();
 

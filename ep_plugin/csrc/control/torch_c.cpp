@@ -20,7 +20,8 @@ const DLExchangeApi* api = nullptr;
 // Python's objects live as long as the process.
 PyObject *tensor_type = nullptr, *parameter_type = nullptr, *adopt = nullptr, *release = nullptr,
          *empty_strided = nullptr, *num_modes = nullptr, *transforms = nullptr, *is_profiling = nullptr,
-         *is_deterministic = nullptr, *forward_ad = nullptr, *level_name = nullptr;
+         *is_deterministic = nullptr, *forward_ad = nullptr, *level_name = nullptr,
+         *current_device = nullptr;   // null in PyTorch's builds for CPUs
 std::map<int32_t, PyObject*> dtypes;  // torch's objects, by number
 
 template <class Function>
@@ -62,7 +63,10 @@ bool find_objects(PyObject* torch) {
   is_deterministic = attribute(torch, {"_C", "_get_deterministic_algorithms"});
   forward_ad = attribute(torch, {"autograd", "forward_ad"});
   level_name = PyUnicode_InternFromString("_current_level");
-  return !PyErr_Occurred();
+  if (PyErr_Occurred()) return false;
+  current_device = attribute(torch, {"_C", "_cuda_getDevice"});
+  PyErr_Clear();
+  return true;
 }
 
 bool find_api() {
@@ -167,6 +171,16 @@ bool is_watched() {
   }
   const Object top(PyObject_CallNoArgs(transforms)), level(PyObject_GetAttr(forward_ad, level_name));
   return top.get() != Py_None || !level || PyLong_AsLongLong(level.get()) >= 0;
+}
+
+bool torch_stream(int device_index, uint64_t* stream) {
+  const Object current(current_device == nullptr ? nullptr : PyObject_CallNoArgs(current_device));
+  void* found = nullptr;
+  if (!current || PyLong_AsLongLong(current.get()) != device_index ||
+      api->current_stream(kDLCuda, device_index, &found) != 0)
+    return false;
+  *stream = reinterpret_cast<uint64_t>(found);
+  return true;
 }
 
 Results::Results(int32_t device_type, int32_t device_index)

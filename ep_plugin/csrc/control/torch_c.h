@@ -114,6 +114,10 @@ bool is_plain(PyObject* object);
 // fails to say so, with its error set.
 bool is_watched();
 
+// Sets PyTorch's current stream on the current GPU. Returns false, maybe with Python's error set, if that has another
+// number.
+bool torch_stream(int device_index, uint64_t* stream);
+
 // New tensors of one device. It deletes them, unless to_objects() has passed them on.
 class Results {
  public:

@@ -253,7 +253,6 @@ _C.set_python_objects(
     counts.num_served_of_kind,
     counts.DISPATCHES,
     Sums,
-    getattr(torch._C, "_cuda_getDevice", None),  # not there in PyTorch's builds for CPUs
 )
 
 

@@ -105,6 +105,12 @@ void order_streams(uint64_t later, uint64_t earlier, int device) {
   order(cuda::stream_of(later), cuda::stream_of(earlier), event);
 }
 
+void copy_on_stream(uint64_t to, uint64_t from, int64_t bytes, uint64_t stream) {
+  cuda::throw_on_error(cudaMemcpyAsync(reinterpret_cast<void*>(to), reinterpret_cast<const void*>(from), bytes,
+                                       cudaMemcpyDeviceToDevice, cuda::stream_of(stream)),
+                       "cudaMemcpyAsync");
+}
+
 uint64_t make_stream(int device) {
   const OnDevice on(device);
   int least, greatest;

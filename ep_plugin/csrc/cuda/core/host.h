@@ -19,6 +19,9 @@ void unregister_host(uint64_t address);
 // `device`. It also works while a CUDA graph captures `earlier`. The current device does not change.
 void order_streams(uint64_t later, uint64_t earlier, int device);
 
+// Enqueues a copy within the memory of the current device.
+void copy_on_stream(uint64_t to, uint64_t from, int64_t bytes, uint64_t stream);
+
 // A stream of `device` that no other part of the process uses. It has the highest priority. The caller gives it to
 // drop_stream(), which does not wait for the stream's work.
 uint64_t make_stream(int device);
