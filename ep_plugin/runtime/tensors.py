@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -11,8 +10,6 @@ from ep_plugin import _C
 
 # Types whose value is their memory: no compiler's stand-in, no sharded tensor, no user's own subclass.
 PLAIN = (torch.Tensor, torch.nn.Parameter)
-_SETTINGS = (int, bool, str, type(None))
-_MOST_KNOWN = 512  # calls
 # Types that torch's dispatcher cannot pass to an operator of ours in eager mode.
 _REFUSED = ("DTensor", "FakeTensor", "FunctionalTensor", "NestedTensor")
 
@@ -93,41 +90,3 @@ def as_plain(value: Any) -> Any:
         return value
     with torch._C.DisableTorchFunctionSubclass():
         return value.as_subclass(torch.Tensor)
-
-
-class KnownCalls:
-    """Keeps the calls that were checked, and what follows from their arguments.
-
-    Calls are alike if the forms of their tensors and their settings are equal. One of them is enough to check.
-
-    A form is all that kernels must know of tensors but for addresses and values (`_C.form_of`). Making it takes a tenth
-    of the time of the checks. A check of anything else, such as values or the state of a stream, belongs to every call.
-    """
-
-    def __init__(self) -> None:
-        self._found: dict[Hashable, Any] = {}
-
-    def find(self, call: Hashable) -> Any:
-        """Returns what `remember` has stored for `call`. None: nothing."""
-        return self._found.get(call)
-
-    def remember(self, call: Hashable, found: Any = True) -> None:
-        """Stores what follows from `call`, which `call_of` has returned. A call that is None is never found again."""
-        if call is not None:
-            if len(self._found) >= _MOST_KNOWN:  # several threads may be here
-                self._found.clear()
-            self._found[call] = found
-
-
-def call_of(form: bytes | None, *settings: Hashable) -> Hashable:
-    """Returns the key by which `KnownCalls` finds calls that are alike.
-
-    None: the call is like no other, since its tensors have no form, or its settings are neither numbers nor names.
-    """
-    if form is None:
-        return None
-    kinds = tuple(map(type, settings))  # 1 and True are equal
-    for kind in kinds:
-        if kind not in _SETTINGS:
-            return None
-    return form, settings, kinds

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from ep_plugin import _C
-from ep_plugin.runtime.tensors import KnownCalls, call_of
 
 DTYPES = [
     torch.bool,
@@ -113,19 +112,3 @@ def test_an_interruption_is_no_answer() -> None:
 def test_a_storage_may_end_where_the_tensor_does() -> None:
     assert _C.form_of(_resized(32)) is not None
     assert _C.form_of(torch.zeros(4, 16)[1:, 8:]) is not None
-
-
-def test_calls_are_alike_in_settings_of_the_same_types() -> None:
-    form = _C.form_of(torch.zeros(3))
-    calls = [call_of(form, *settings) for settings in ((1,), (True,), (2,), ("1",), (None,), (1, 1))]
-    assert len(set(calls)) == len(calls) and call_of(form, 1) == calls[0]
-    assert call_of(None, 1) is None and call_of(form, 1.0) is None and call_of(form, [1]) is None
-
-
-def test_few_calls_are_known() -> None:
-    known = KnownCalls()
-    known.remember(None, "of no call")
-    for number in range(10_000):
-        known.remember(call_of(b"", number), number)
-    assert known.find(None) is None and known.find(call_of(b"", 9_999)) == 9_999
-    assert sum(known.find(call_of(b"", number)) is not None for number in range(10_000)) <= 512

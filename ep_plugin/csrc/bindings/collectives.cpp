@@ -2,8 +2,8 @@
 #include <unistd.h>
 
 #include "bindings/functions.h"
+#include "bindings/tensor.h"
 #include "common/board.h"
-#include "common/tensor.h"
 #include "common/views.h"
 #include "control/collectives.h"
 

@@ -298,7 +298,8 @@ bool Dispatch::receive_by_totals() {
 // Receives before the totals are known. It receives nothing if they are known, will never come, or cannot be guessed.
 bool Dispatch::receive_early(Rows* room, bool* is_early) {
   HighThroughput& engine = *engine_;
-  if (engine.has_totals(ticket_) || !is_quiet(engine.board) || !engine.expected.guess(num_tokens_, topk_, room)) return true;
+  if (engine.has_totals(ticket_) || !is_quiet(engine.board) || !engine.expected.guess(num_tokens_, topk_, room))
+    return true;
   if (!make_output(*room)) {
     if (!PyErr_ExceptionMatches(PyExc_RuntimeError)) return false;
     PyErr_Clear();  // of memory that is short, which the output may not need
