@@ -233,6 +233,11 @@ def test_memory_is_at_most_four_buffers_above_stock(name: str) -> None:
         assert rank["ours"] + rank["gathered"] + rank["reduced"] <= rank["stock"] + buffers, rank
 
 
+def _held(blocks: Any) -> int:
+    """Bytes of the blocks that are open."""
+    return sum(block.buffer.nbytes for block in blocks._blocks.values())
+
+
 def _measure_memory(rank: int, name: str) -> dict[str, int]:
     from ep_plugin.integrations import fsdp2, pairs
 
@@ -247,11 +252,7 @@ def _measure_memory(rank: int, name: str) -> dict[str, int]:
         peaks[arm] = cases.peak_bytes(functools.partial(cases.train, case, model, steps=2))
     (pair,) = pairs._pairs.values()
     layer = sum(whole.numel() * whole.element_size() for whole in model.blocks[0].parameters())
-
-    def held(blocks: Any) -> int:
-        return sum(block.buffer.nbytes for block in blocks._blocks.values())
-
-    gathered, reduced = (held(each._engine.blocks) for each in (pair.all_gather, pair.reduce_scatter))
+    gathered, reduced = (_held(each._engine.blocks) for each in (pair.all_gather, pair.reduce_scatter))
     return {**peaks, "layer": layer, "gathered": gathered, "reduced": reduced}
 
 
@@ -284,7 +285,7 @@ def _many_models(rank: int, models: int) -> dict[str, Any]:
         cases.train(case, model, steps=2)
         (pair,) = pairs._pairs.values()
         blocks = [collective._engine.blocks for collective in (pair.all_gather, pair.reduce_scatter)]
-        mapped.append(sum(sum(each.sizes) for each in blocks))
+        mapped.append(sum(map(_held, blocks)))
     if rank == 0:
         assert [each() for each in kept[:-1]] == [None] * (models - 1)
     remembered = len(pair.sizes)
