@@ -122,7 +122,7 @@ class Transfers:
         return all(one.work.is_completed() and one.work.is_success() for one in self.open)
 
 
-def leave(*given: Any) -> None:
+def leave_to_python(*given: Any) -> None:
     """Takes the place of `MessageEngine.start`, for calls that Python takes."""
 
 
@@ -209,7 +209,7 @@ class MessageEngine(GroupEngine):
             _DTYPE_CODES,
         )
         self.start: Callable[..., _C.StartedMessages | None] = (
-            self.control.start_function() if self.is_direct else leave
+            self.control.start_function() if self.is_direct else leave_to_python
         )
         # Also at the end of the process: its thread must not use tensors that the interpreter frees.
         self._resources.callback(weakref.finalize(self, self.control.close))

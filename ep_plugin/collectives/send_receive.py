@@ -19,11 +19,11 @@ from torch.distributed.distributed_c10d import Work
 
 from ep_plugin import _C
 from ep_plugin.collectives.base import check_timeout
-from ep_plugin.collectives.messages import MessageEngine, Posted, leave
+from ep_plugin.collectives.messages import MessageEngine, Posted, leave_to_python
 from ep_plugin.collectives.shards import as_bytes_in_order
 from ep_plugin.counts import held_bytes
 from ep_plugin.errors import CommunicatorClosed, PeerTimeout
-from ep_plugin.runtime.base import leave as leave_block
+from ep_plugin.runtime.base import leave
 from ep_plugin.runtime.streams import resolve_device
 from ep_plugin.transport.groups import Group, checked_group
 from ep_plugin.transport.peer import PeerBuffer
@@ -94,7 +94,7 @@ class SendReceive:
         self.device = resolve_device(self.group, device)
         self._closed = False
         self._engine = MessageEngine(self.group, self.device, num_channels) if self.group.size() > 1 else None
-        self._start = leave if self._engine is None else self._engine.start
+        self._start = leave_to_python if self._engine is None else self._engine.start
 
     @property
     def num_nodes(self) -> int:
@@ -188,7 +188,7 @@ class SendReceive:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        leave_block(self, error)
+        leave(self, error)
 
     def _checked(self, name: str, op: Send | Receive) -> Posted:
         """Returns the operation in the form that the engine takes. Raises ValueError if an argument is wrong."""

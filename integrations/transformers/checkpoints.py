@@ -85,8 +85,8 @@ class Checkpoints:
 
     def load(self) -> dict[str, Any] | None:
         """Loads the latest complete checkpoint, and returns its position. None: there is none."""
-        found = _agreed(str(_latest(self._folder, "step", Path())))
-        return None if found == "None" else self._run.read(Path(found))
+        found = _latest(self._folder, "step", Path())
+        return None if found is None else self._run.read(found)
 
     def wait(self) -> None:
         """Waits for the checkpoint that is written now, and raises its error."""
@@ -144,8 +144,8 @@ class CheckpointCallback(TrainerCallback):
 
     def latest(self) -> str | None:
         """Returns the latest complete checkpoint in the trainer's output_dir, the same on all ranks. None: none."""
-        found = _agreed(str(_latest(self._folder, "checkpoint", Path(_PLACE))))
-        return None if found == "None" else found
+        found = _latest(self._folder, "checkpoint", Path(_PLACE))
+        return None if found is None else str(found)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -284,14 +284,6 @@ def _inner(optimizer: Any) -> Any:
     return getattr(optimizer, "optimizer", optimizer)
 
 
-def _agreed(mine: str) -> str:
-    """Returns what rank 0 passes."""
-    said = [mine]
-    if dist.is_initialized():
-        dist.broadcast_object_list(said, src=0)
-    return said[0]
-
-
 def _rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
@@ -308,7 +300,11 @@ def _complete(folder: Path, prefix: str, place: Path) -> list[Path]:
 
 
 def _latest(folder: Path, prefix: str, place: Path) -> Path | None:
-    return next(reversed(_complete(folder, prefix, place)), None)
+    """Returns the latest complete checkpoint that rank 0 sees, the same on all ranks. Collective."""
+    found = [next(reversed(_complete(folder, prefix, place)), None) if _rank() == 0 else None]
+    if dist.is_initialized():
+        dist.broadcast_object_list(found, src=0)
+    return found[0]
 
 
 def _is_complete(path: Path, place: Path) -> bool:

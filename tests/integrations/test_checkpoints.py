@@ -36,7 +36,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train(out: Path, model: Path, *kill: str, ranks: int = 2, **options: Any) -> dict[str, Any] | None:
-    """What a run has found; None if it was killed."""
+    """Trains in `out`, and returns what the run has written there. Returns None if the run was to be killed."""
     (out / "found.json").unlink(missing_ok=True)
     words = [SCRIPT, out, model, str(STEPS), *kill]
     codes, logs = run_until_end(
