@@ -1,7 +1,7 @@
 """Checkpoints from which a run can be continued: model, optimizer, scheduler, random numbers, position in the data.
 
 transformers saves no optimizer state of models that were sharded when they were loaded. `CheckpointCallback` does for
-Trainer and TRL, `Checkpoints` for a loop of one's own. Both write model and optimizer by
+Trainer, `Checkpoints` for a loop of one's own. Both write model and optimizer by
 ``torch.distributed.checkpoint``, which divides them anew among another number of ranks.
 
 A checkpoint is complete once the file ``.metadata`` is there, which PyTorch writes last and renames into its place.
@@ -100,7 +100,7 @@ class Checkpoints:
 
 
 class CheckpointCallback(TrainerCallback):
-    """Makes Trainer's checkpoints, also TRL's, ones to continue from, although the model was sharded at load.
+    """Makes Trainer's checkpoints ones to continue from, although the model was sharded at load.
 
         checkpoints = CheckpointCallback(trainer)
         trainer.train(resume_from_checkpoint=checkpoints.latest())
