@@ -200,15 +200,13 @@ class Buffer(LowLatencyCalls, SharedCommunicators):
             num_worst_tokens,
             Buffer._asked_sms if config is None else _num_sms(config),
         )
-        in_turn = previous_event is None and not async_finish and not allocate_on_comm_stream
-        is_direct = in_turn and not torch.compiler.is_compiling()
-        if is_direct and (handle is not None or is_alive(self.group)):
-            for _, run, _ in self._in_c:
-                made = run(*call)
-                if made is not None:
-                    return *made, EventOverlap()
         in_order = previous_event, async_finish, allocate_on_comm_stream
-        return self._dispatch(call, num_tokens_per_rdma_rank, in_order, is_direct)
+        may_learn = not torch.compiler.is_compiling()
+        if may_learn and (handle is not None or is_alive(self.group)):
+            made = self._run_in_c(1, call, in_order)
+            if made is not None:
+                return made
+        return self._dispatch(call, num_tokens_per_rdma_rank, in_order, may_learn)
 
     def combine(
         self,
@@ -233,23 +231,36 @@ class Buffer(LowLatencyCalls, SharedCommunicators):
             ``[T, H]`` of x's dtype, the weights float32 ``[T, K]`` or None, and the event.
         """
         call = x, handle, topk_weights, bias, Buffer._asked_sms if config is None else _num_sms(config)
-        in_turn = previous_event is None and not async_finish and not allocate_on_comm_stream
-        is_direct = in_turn and not torch.compiler.is_compiling()
-        if is_direct:
-            for _, _, run in self._in_c:
-                made = run(*call)
-                if made is not None:
-                    return *made, EventOverlap()
-        return self._combine(call, (previous_event, async_finish, allocate_on_comm_stream), is_direct)
+        in_order = previous_event, async_finish, allocate_on_comm_stream
+        may_learn = not torch.compiler.is_compiling()
+        made = self._run_in_c(2, call, in_order) if may_learn else None
+        return self._combine(call, in_order, may_learn) if made is None else made
 
     # DeepEP's dispatch and combine call these on several nodes. Here they are the same functions.
     internode_dispatch, internode_combine = dispatch, combine
 
+    def _run_in_c(self, which: int, call: tuple[Any, ...], in_order: _Order) -> Any:
+        """Run a call like an earlier one by C. Returns its results and the event; None if C leaves the call.
+
+        which: the place of the function in the entries of _in_c.
+        """
+        for known in self._in_c:
+            run = known[which]
+            if in_order == (None, False, False):
+                made = run(*call)
+                if made is not None:
+                    return *made, EventOverlap()
+            else:
+                results = ordered(functools.partial(_run_or_leave, run, call), known[0].device, call, *in_order)
+                if len(results) > 1:
+                    return results
+        return None
+
     @eager
     def _combine(
-        self, call: tuple[Any, ...], in_order: _Order, is_direct: bool
+        self, call: tuple[Any, ...], in_order: _Order, may_learn: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None, EventOverlap]:
-        """Check a combine and run it. is_direct: C may run the next one that is like it."""
+        """Check a combine and run it. may_learn: C may run the next one that is like it."""
         self._check_open()
         x, handle, topk_weights, bias, num_sms = call
         check_tensors({"topk_weights": topk_weights}, x=x)
@@ -264,7 +275,7 @@ class Buffer(LowLatencyCalls, SharedCommunicators):
             comm = communicator(routing.comm)
             comm.set_sms(**sms_of(num_sms))
             out, weights = comm.combine_with_values(rows.contiguous(), routing, topk_weights, arguments.sum_of(biases))
-            if is_direct:
+            if may_learn:
                 self._learn(comm, "learn_buffer_combine", call, rows, None, bias, topk_weights, True, [*routing[:-1]])
             return out, arguments.as_floats(weights)
 
@@ -272,7 +283,7 @@ class Buffer(LowLatencyCalls, SharedCommunicators):
 
     @eager
     def _dispatch(
-        self, call: tuple[Any, ...], per_node: torch.Tensor | None, in_order: _Order, is_direct: bool
+        self, call: tuple[Any, ...], per_node: torch.Tensor | None, in_order: _Order, may_learn: bool
     ) -> tuple[Rows, torch.Tensor | None, torch.Tensor | None, list[int] | None, Handle | None, EventOverlap]:
         """Do for a dispatch what `_combine` does for a combine. per_node: num_tokens_per_rdma_rank."""
         self._check_open()
@@ -287,11 +298,11 @@ class Buffer(LowLatencyCalls, SharedCommunicators):
         elif topk_idx is not None or topk_weights is not None:
             raise ValueError("topk_idx: expected None with a handle, which has the routing, got a tensor")
         reads = (rows, scales, routing, topk_idx, topk_weights, in_rank, per_expert)
-        run = functools.partial(self._send, reads, call, is_direct)
+        run = functools.partial(self._send, reads, call, may_learn)
         return ordered(run, rows.device, reads, *in_order)
 
     def _send(
-        self, reads: tuple[Any, ...], call: tuple[Any, ...], is_direct: bool
+        self, reads: tuple[Any, ...], call: tuple[Any, ...], may_learn: bool
     ) -> tuple[Rows, torch.Tensor | None, torch.Tensor | None, list[int] | None, Handle | None]:
         rows, scales, previous, topk_idx, topk_weights, in_rank, per_expert = reads
         *_, expert_alignment, num_worst_tokens, num_sms = call
@@ -303,7 +314,7 @@ class Buffer(LowLatencyCalls, SharedCommunicators):
         comm.set_sms(**sms_of(num_sms))
         sent_scales, capacity = None if scales is None else scales.contiguous(), num_worst_tokens or None
         out, made = comm.dispatch(rows, ids, topk_weights, sent_scales, previous, capacity)
-        if is_direct:
+        if may_learn:
             given_ids, routing = (topk_idx, []) if previous is None else (ids, [*previous[:-1]])
             given = rows, given_ids, topk_weights, scales, capacity, None, routing
             self._learn(comm, "learn_buffer_dispatch", call, *given)
@@ -357,6 +368,11 @@ class Buffer(LowLatencyCalls, SharedCommunicators):
                 layout.check_agreement(ids, in_rank, num_experts, self._nodes)
         bound = num_worst_tokens // self.group_size if num_worst_tokens else None
         return self._throughput_communicator(device, num_experts, bound), ids
+
+
+def _run_or_leave(run: Callable[..., Any], call: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the results of `run`, a function of C, or none if it leaves the call."""
+    return run(*call) or ()
 
 
 def _num_sms(config: Config) -> int | None:

@@ -20,6 +20,8 @@ OURS = {
     *("dispatch, the host waits", "dispatch, capacity", "dispatch, known routing", "combine"),
     *("Buffer.get_dispatch_layout", "Buffer.combine", "Buffer.low_latency_dispatch", "Buffer.low_latency_combine"),
     *(f"Buffer.dispatch, {how}" for how in ("the host waits", "num_worst_tokens", "known routing")),
+    *("Buffer.dispatch, known routing, async_finish", "Buffer.combine, async_finish"),
+    *(f"round trip, {how}, 128 tokens" for how in ("capacity", "the host waits")),
 }
 
 

@@ -1,8 +1,9 @@
 """The suite `host`: the host's time of eager calls, many in a row.
 
 A sample is the host's time of `calls` calls, divided by their number. The slowest rank counts. The device is idle when
-a row of calls begins. The time of a call that waits for totals includes the device's time. Other suites compare the
-results of these calls with plain torch; this suite compares nothing.
+a row of calls begins. The time of a call that waits for totals includes the device's time. In a round trip the device
+is idle before the dispatch, and the host waits for the end of the combine. Other suites compare the results of these
+calls with plain torch; this suite compares nothing.
 
 `a + b` and `empty` show the cost of a launch and of an allocation on this host. If DeepEP's package can be imported,
 its calls stand beside the calls of ep_plugin.deep_ep.
@@ -36,6 +37,7 @@ from ep_plugin.moe.communicator import MoECommunicator
 
 _ROW_SIZES: dict[str, Any] = {"tokens": 8, "dtype": "bfloat16"}
 _SHARD_BYTES = 1 << 20
+_ROUND_TRIP_TOKENS = 128
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +61,7 @@ class HostSuite(ExchangeSuite):
     def measure(self, device: torch.device) -> dict[str, Any]:
         batch = batches(self.workload, DTYPES[self.dtype], device)[dist.get_rank()]
         rows: list[Row] = []
-        for part in (_torch_and_backend, _collectives, _communicators, _buffers):
+        for part in (_torch_and_backend, _collectives, _communicators, _round_trips, _buffers):
             with contextlib.ExitStack() as opened:
                 ways = [Way(case=case, impl=impl, run=run) for case, impl, run in part(self, batch, opened)]
                 rows += time_ways(_clock(device, self.calls), ways, self.iterations)
@@ -136,6 +138,24 @@ def _communicators(suite: HostSuite, batch: Batch, opened: contextlib.ExitStack)
     yield "combine", OURS, lambda: ht.combine(out.tokens, handle, weights=out.weights)
 
 
+def _round_trips(suite: HostSuite, batch: Batch, opened: contextlib.ExitStack) -> Calls:
+    """Yields dispatch and combine of an idle device, with a known capacity and with totals for which the host waits."""
+    device, tokens = batch.x.device, _ROUND_TRIP_TOKENS
+    more = batches(suite.workload_of(suite.ranks, tokens), batch.x.dtype, device)[dist.get_rank()]
+    sizes: dict[str, Any] = {"num_experts": suite.experts, "hidden_size": suite.hidden, "topk": suite.topk}
+    config = MoECommunicatorConfig(**sizes, max_tokens_per_rank=tokens)
+    comm = opened.enter_context(contextlib.closing(MoECommunicator(None, config, device)))
+
+    def round_trip(capacity: int | None = None) -> None:
+        out, handle = comm.dispatch(more.x, more.ids, more.weights, capacity=capacity)
+        comm.combine(out.tokens, handle, weights=out.weights)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    yield f"round trip, capacity, {tokens} tokens", OURS, lambda: round_trip(capacity=suite.ranks * tokens * suite.topk)
+    yield f"round trip, the host waits, {tokens} tokens", OURS, round_trip
+
+
 def _buffers(suite: HostSuite, batch: Batch, opened: contextlib.ExitStack) -> Calls:
     """Yields the calls of ep_plugin.deep_ep, and the same calls of DeepEP if it is installed.
 
@@ -166,6 +186,12 @@ def _throughput_calls(module: Any, impl: str, suite: HostSuite, batch: Batch, op
     yield "Buffer.dispatch, num_worst_tokens", impl, lambda: buffer.dispatch(batch.x, **routing, num_worst_tokens=worst)
     yield "Buffer.dispatch, known routing", impl, lambda: buffer.dispatch(batch.x, handle=handle)
     yield "Buffer.combine", impl, lambda: buffer.combine(rows, handle)
+    yield (
+        "Buffer.dispatch, known routing, async_finish",
+        impl,
+        lambda: buffer.dispatch(batch.x, handle=handle, async_finish=True),
+    )
+    yield "Buffer.combine, async_finish", impl, lambda: buffer.combine(rows, handle, async_finish=True)
 
 
 def _low_latency_calls(suite: HostSuite, batch: Batch, opened: contextlib.ExitStack) -> Calls:
