@@ -15,14 +15,20 @@
 
 namespace ep::cuda {
 
-constexpr int kSumWarps = 14;
+constexpr int kWarps = 20;  // with more, a thread has too few registers
+constexpr int kThreads = kWarps * kWarp;
 constexpr int kSendWarps = 4;
-constexpr int kRecvSignalWarp = kSumWarps + kSendWarps, kSendSignalWarp = kRecvSignalWarp + 1;  // and those after it
-// The send-signal warps have a lane for each rank.
-EP_HD constexpr int threads_for(int ranks) {
-  return kSendSignalWarp * kWarp + static_cast<int>(align_up(ranks, kWarp));
-}
-constexpr int kMaxThreads = threads_for(kMaxRanks);
+
+// The warps of a CTA: those that sum, kSendWarps that send, the receive-signal warp, and the send-signal warps, which
+// have a lane for each rank.
+struct Roles {
+  int send, recv_signal, send_signal;  // the first warp of each
+
+  EP_HD explicit Roles(int ranks)
+      : send(kWarps - static_cast<int>(ceil_div(ranks, kWarp)) - 1 - kSendWarps),
+        recv_signal(send + kSendWarps),
+        send_signal(recv_signal + 1) {}
+};
 
 // Counters that the warps of a CTA share, in chunks of this operation. They only grow. In shared memory.
 struct Counters {
@@ -107,7 +113,7 @@ class Channel {
   // --- The send-signal warps: one lane per rank
   __device__ void signal_arrived() const {
     const Comm& comm = args_.comm;
-    const int to = static_cast<int>(threadIdx.x) - kSendSignalWarp * kWarp, all = chunks();
+    const int to = static_cast<int>(threadIdx.x) - Roles(comm.num_ranks).send_signal * kWarp, all = chunks();
     const bool is_peer = to < comm.num_ranks && to != comm.rank;
     const uint64_t* consumed = &control_.consumed[index_][is_peer ? to : 0];
     int signalled = is_peer ? 0 : all, room = is_peer ? 0 : all;

@@ -4,10 +4,11 @@
 // its own cells and chunks (channel.cuh). No peer touches a rank's input or output, so these may be any memory, and a
 // rank may send before its peers have come to the operation.
 //
-// Roles. In each CTA, 14 warps sum and 4 send. The others exchange signals with the peers (channel.cuh), so that
+// Roles. In each CTA, 4 warps send and up to 14 sum. The others exchange signals with the peers (channel.cuh), so that
 // these warps poll shared memory only. Sending warps go over the chunks, and for each chunk over the peers, as cells
-// become free. Summing warps take rows of the chunks that have arrived from all ranks. Buffers. As in channel.cuh. On
-// the bulk path, each sending warp has a ring of two stages in shared memory. Memory order. As in channel.cuh.
+// become free. Summing warps take rows of the chunks that have arrived from all ranks.
+// Buffers. As in channel.cuh. On the bulk path, each sending warp has a ring of two stages in shared memory.
+// Memory order. As in channel.cuh.
 // Progress. A send waits for the sums of the chunks that used its cell before. A sum waits for the sends of its chunk.
 // So the first chunk that is not summed everywhere never waits for a later one. A warp counts all chunks that it has
 // sent before it waits for a cell.
@@ -81,8 +82,9 @@ __device__ void sum_row(const ReduceScatterArgs& args, const Channel& channel, i
 // The work of a summing warp.
 template <class Element, class Access>
 __device__ void sum_rows(const ReduceScatterArgs& args, const Channel& channel) {
+  const int warps = Roles(args.comm.num_ranks).send;
   int known = 0;
-  for (int row = warp_id(); channel.row_of_shard(row) * kSumRowBytes < args.bytes; row += kSumWarps) {
+  for (int row = warp_id(); channel.row_of_shard(row) * kSumRowBytes < args.bytes; row += warps) {
     if (!channel.wait_arrived(row, &known)) return;
     sum_row<Element, Access>(args, channel, row);
     channel.count_read(row);
@@ -130,7 +132,7 @@ class ChunkSender {
   }
 
   __device__ void send_plain() const {
-    for (int item = warp_id() - kSumWarps; item < items_; item += kSendWarps) {
+    for (int item = warp_id() - Roles(args_.comm.num_ranks).send; item < items_; item += kSendWarps) {
       if (!has_room(item, true)) return;
       copy_bytes(there(item), here(item), bytes(item));
       __syncwarp();
@@ -171,8 +173,8 @@ class ChunkSender {
 
 // kBulk: chunks are sent by bulk copies.
 template <class Element, class Access, bool kBulk>
-__global__ void __launch_bounds__(kMaxThreads, 1) ep_reduce_scatter(const __grid_constant__ ReduceScatterArgs args,
-                                                                    const __grid_constant__ Cut cut, int chunk_shift) {
+__global__ void __launch_bounds__(kThreads, 1) ep_reduce_scatter(const __grid_constant__ ReduceScatterArgs args,
+                                                                 const __grid_constant__ Cut cut, int chunk_shift) {
   __shared__ Counters counters;
   counters.clear();
   const Run run = enter_collective(args.comm, kReduceScatter);
@@ -180,11 +182,12 @@ __global__ void __launch_bounds__(kMaxThreads, 1) ep_reduce_scatter(const __grid
   const Channel channel(args, run, chunk_shift, counters);
   if (run.ok) {
     signal_size(run, args.bytes);
-    if (warp_id() < kSumWarps)
+    const Roles first(args.comm.num_ranks);
+    if (warp_id() < first.send)
       sum_rows<Element, Access>(args, channel);
-    else if (warp_id() >= kSendSignalWarp)
+    else if (warp_id() >= first.send_signal)
       channel.signal_arrived();
-    else if (warp_id() == kRecvSignalWarp)
+    else if (warp_id() == first.recv_signal)
       channel.signal_consumed();
     else if constexpr (kBulk)
       ChunkSender(args, run, channel).send_bulk(cut);
@@ -209,14 +212,13 @@ int chunk_shift_of(const ReduceScatterArgs& args) {
 template <class Element, class Access>
 void launch_sum(const ReduceScatterArgs& args) {
   Cut cut = cut_row(kChannelCellBytes, kChannelCellBytes, kSendWarps, 2, 0);
-  cut.first_warp = kSumWarps;
-  const int threads = threads_for(args.comm.num_ranks);
+  cut.first_warp = Roles(args.comm.num_ranks).send;
   const KernelLimits limits = limits_of<ep_reduce_scatter<Element, Access, true>>();
   if (limits.bulk && cut.shared_bytes() <= limits.shared_bytes)
     launch_cooperatively<ep_reduce_scatter<Element, Access, true>>(
-        "reduce-scatter", args.num_ctas, threads, cut.shared_bytes(), args.stream, args, cut, chunk_shift_of(args));
+        "reduce-scatter", args.num_ctas, kThreads, cut.shared_bytes(), args.stream, args, cut, chunk_shift_of(args));
   else
-    launch_cooperatively<ep_reduce_scatter<Element, Access, false>>("reduce-scatter", args.num_ctas, threads, 0,
+    launch_cooperatively<ep_reduce_scatter<Element, Access, false>>("reduce-scatter", args.num_ctas, kThreads, 0,
                                                                     args.stream, args, cut, chunk_shift_of(args));
 }
 
