@@ -1,4 +1,5 @@
-"""Trains by Trainer with checkpoints, continues from the latest, and ends itself by a signal where it is told.
+"""Trains by Trainer, or TRL's SFTTrainer, with checkpoints. It continues from the latest, and ends itself by a signal
+where it is told.
 
 torchrun --nproc-per-node 2 train_resume.py OUT MODEL STEPS [KILL]
 
@@ -57,7 +58,15 @@ def main() -> None:
     config = DistributedConfig(ep_size=min(world, 2), fsdp_size=world) if world > 1 else None
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, distributed_config=config)
     rows = torch.randint(model.config.vocab_size, (256, 16), generator=torch.Generator().manual_seed(0))
-    arguments = TrainingArguments(
+    rows = [{"input_ids": row, "labels": row} for row in rows]
+    trainer_type, arguments_type = Trainer, TrainingArguments
+    if options.get("trl"):
+        import datasets
+        import trl
+
+        trainer_type, arguments_type = trl.SFTTrainer, trl.SFTConfig
+        rows = datasets.Dataset.from_list(rows)
+    arguments = arguments_type(
         output_dir=str(Path(out, "trainer")),
         max_steps=int(steps),
         learning_rate=1e-2,
@@ -71,8 +80,7 @@ def main() -> None:
         use_cpu=True,
         disable_tqdm=True,
     )
-    dataset = [{"input_ids": row, "labels": row} for row in rows]
-    trainer = Trainer(model=model, args=arguments, train_dataset=dataset)
+    trainer = trainer_type(model=model, args=arguments, train_dataset=rows)
     checkpoints = CheckpointCallback(trainer, asynchronous=options.get("asynchronous", False))
     trainer.add_callback(Drawer())
     for place in kill:
