@@ -106,35 +106,37 @@ struct Elements {
   }
 };
 
-// As ll_ranks_of, out of line: only nodes of more than 32 ranks need it.
-static __device__ EP_NOINLINE uint32_t ll_more_ranks_of(const LlRun ll, Address ids, int id_bytes, int token,
-                                                        int base) {
-  return ll_ranks_of(ll, ids, id_bytes, token, base);
-}
-
-// The addresses of a token's image: slots of ranks. Ranks come in words of 32.
+// The addresses of a token's image: slots of ranks.
 struct Images {
   const LlRun& ll;
-  const LlDispatchArgs& args;
   int token;
-  uint32_t ranks;  // the first word
+  uint32_t ranks;  // in lane w: the w-th word of 32 ranks
   int64_t offset;  // the slot's offset in a block
+
+  __device__ __forceinline__ Images(const LlRun& ll, const LlDispatchArgs& args, int token)
+      : ll(ll),
+        token(token),
+        ranks(0),
+        offset(ll.own().slot(ll.kind, ll.parity, ll.op.comm.rank, token) - at<char>(ll.own().base)) {
+#pragma unroll 1
+    for (int base = 0; base < ll.op.comm.num_ranks; base += kWarp) {
+      const uint32_t word = ll_ranks_of(ll, args.ids, args.id_bytes, token, base);
+      if (lane_id() == base / kWarp) ranks = word;
+    }
+  }
 
   // All lanes: calls store(image) for each of them. In each word the rank that comes first depends on this rank and on
   // the token.
   template <class Store>
   __device__ __forceinline__ void each(Store store) const {
     const int R = ll.op.comm.num_ranks;
-    uint32_t left = ranks;
 #pragma unroll 1
-    for (int base = 0;;) {
+    for (int base = 0; base < R; base += kWarp) {
+      const uint32_t word = __shfl_sync(kAllLanes, ranks, base / kWarp);
       const int count = min(R - base, kWarp), first = (ll.op.comm.rank + 1 + token) % count;
 #pragma unroll 1
       for (int turn = 0, rank = first; turn < count; ++turn, rank = rank + 1 == count ? 0 : rank + 1)
-        if ((left >> rank & 1u) != 0) store(at<char>(ll.peers->block[base + rank], offset));
-      base += kWarp;
-      if (base >= R) break;
-      left = ll_more_ranks_of(ll, args.ids, args.id_bytes, token, base);
+        if ((word >> rank & 1u) != 0) store(at<char>(ll.peers->block[base + rank], offset));
     }
   }
 };
@@ -197,7 +199,7 @@ __device__ inline Batches sent_batches(const LlHeader& header) {
 template <class From>
 __device__ void send_rows_to_slots(const LlRun& ll, const LlDispatchArgs& args, int32_t* written) {
   const LlHeader& header = ll.op.header;
-  const int pieces = pieces_of<From>(header), me = ll.op.comm.rank;
+  const int pieces = pieces_of<From>(header);
   const Batches batches = sent_batches(header);
   for (int batch = 0; batch < batches.count(); ++batch) {
 #pragma unroll 1
@@ -206,10 +208,7 @@ __device__ void send_rows_to_slots(const LlRun& ll, const LlDispatchArgs& args, 
       const int item = batches.item(batch, place / batches.per_item);
       const int token = item * batches.per_item + place % batches.per_item;
       if (item >= batches.items || token >= header.num_tokens) continue;
-      make_piece<From>(header, row_of(args, token), piece, [&] {
-        const int64_t offset = ll.own().slot(ll.kind, ll.parity, me, token) - at<char>(ll.own().base);
-        return Images{ll, args, token, ll_ranks_of(ll, args.ids, args.id_bytes, token, 0), offset};
-      });
+      make_piece<From>(header, row_of(args, token), piece, [&] { return Images(ll, args, token); });
     }
     count_written(written);
   }
