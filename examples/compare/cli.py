@@ -74,6 +74,8 @@ def resolve(given: Options) -> Options:
             param_hint="--layers",
         )
     is_megatron = MODELS[model].module == "megatron"
+    if is_megatron and given.table:
+        raise typer.BadParameter(f"expected a model of transformers, got {model}", param_hint="--table")
     if is_megatron:
         _check_megatron(model, checkpoint)
     asked = {each.name: getattr(given, each.name) for each in fields(Options)}

@@ -15,6 +15,7 @@ import torch
 from transformers.distributed.expert_parallel import EPImplementation, EPImplementationInterface
 
 from ep_plugin.integrations.transformers.expert_parallel import EpPluginExpertParallel
+from examples.compare.parts import EXPERTS, labelled
 
 _ENTER, _ROWS, _RESULTS, _EXIT = range(4)
 
@@ -69,7 +70,7 @@ def register_timed(name: str, clock: ExchangeClock) -> str:
             super().__init__(experts, ep_mesh, tp_mesh)
             if isinstance(self, EpPluginExpertParallel):  # its _run calls experts_forward for some experts only
                 return
-            forward = self.experts_forward
+            forward = labelled(EXPERTS, self.experts_forward)
 
             def marked(rows, expert_ids, weights):
                 results = forward(_Mark.apply(rows, clock, _ROWS), expert_ids, weights)
@@ -78,7 +79,8 @@ def register_timed(name: str, clock: ExchangeClock) -> str:
             self.experts_forward = marked
 
         def _run(self, out):
-            results = super()._run(out._replace(tokens=_Mark.apply(out.tokens, clock, _ROWS)))
+            run = labelled(EXPERTS, super()._run)
+            results = run(out._replace(tokens=_Mark.apply(out.tokens, clock, _ROWS)))
             return _Mark.apply(results, clock, _RESULTS)
 
         def __call__(self, hidden_states, top_k_index, top_k_weights):
