@@ -11,6 +11,7 @@ operation. Both have the same sequence number of autograd.
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import tempfile
 from bisect import bisect_right
@@ -35,7 +36,6 @@ PARTS = (
 """What the model computes comes first, so that communication counts where nothing is computed meanwhile."""
 
 _LABEL = "part: "
-_BACKWARD = "autograd::engine::evaluate_function: "
 _MODULES = {
     "": "loss",  # of the logits, with the projection to them
     "model": "norms and embedding",
@@ -121,7 +121,7 @@ def divide(events: Iterable[Event]) -> list[Counter[Part]]:
     busy = sorted(_kernels(spans, host))
     if not busy:
         line = host[steps[0]["tid"]]
-        busy = [(start, end, part) for (start, part), (end, _) in zip(line, line[1:], strict=False)]
+        busy = [(start, end, part) for (start, part), (end, _) in itertools.pairwise(line)]
     steps.sort(key=lambda step: step["ts"])
     return [_divide(busy, step["ts"], step["ts"] + step["dur"]) for step in steps]
 
@@ -166,9 +166,9 @@ def _host(spans: Iterable[Event]) -> dict[int, list[tuple[float, Part]]]:
         stack, line, start, name = stacks[span["tid"]], lines[span["tid"]], span["ts"], span["name"]
         _close(stack, line, start)
         around = stack[-1] if stack else _Range("", OTHER, float("inf"))
-        number = span.get("args", {}).get("Sequence number")
-        part = _part_of(name, around, forwards.get(number, around.part))
-        if number is not None and not name.startswith(_BACKWARD):
+        number, is_backward = span["args"].get("Sequence number"), span["args"].get("Fwd thread id", 0) > 0
+        part = forwards.get(number) if is_backward else _part_of(name, around)
+        if number is not None and not is_backward:
             forwards[number] = part or around.part
         if part is not None:
             stack.append(_Range(name, part, min(start + span["dur"], around.end)))
@@ -185,16 +185,14 @@ def _close(stack: list[_Range], line: list[tuple[float, Part]], time: float) -> 
         line.append((end, stack[-1].part if stack else OTHER))
 
 
-def _part_of(name: str, around: _Range, forward: Part) -> Part | None:
-    """Returns the part of a range; None: that of the range around it. forward: the part of its forward operation."""
+def _part_of(name: str, around: _Range) -> Part | None:
+    """Returns the part of a range of this name; None: that of the range around it."""
     if name == STEP:
         return OTHER
     if name.startswith(_LABEL):
         return name.removeprefix(_LABEL)
     if name.startswith("Optimizer."):
         return OPTIMIZER
-    if name.startswith(_BACKWARD):
-        return forward
     if name.startswith("FSDP::"):
         return COLLECTIVES
     if around.name.startswith("FSDP::"):  # FSDP2 copies by operations of tensors, and gathers and reduces by others
