@@ -41,7 +41,7 @@ _MODULES = {
     "model": "norms and embedding",
     "self_attn": "attention",
     "mlp": "dense MLP",
-    "experts": EXCHANGE,
+    "experts": EXPERTS,
     "shared_experts": EXPERTS,
 }
 """The part of modules whose names end so. Operations in a module of another name belong to the module around it."""
@@ -57,24 +57,27 @@ class _Range(NamedTuple):
     end: float
 
 
-def labelled(part: Part, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns `forward` in a range of this part."""
-
-    @functools.wraps(forward)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with record_function(_LABEL + part):
-            return forward(*args, **kwargs)
-
-    return run
+def part_range(part: Part) -> record_function:
+    """Returns a range of this part, a context."""
+    return record_function(_LABEL + part)
 
 
 def label(model: torch.nn.Module) -> None:
-    """Puts a range around the forward of modules that are parts. The `ExchangeClock` does so for routed experts."""
+    """Puts a range around the forward of modules that are parts. The exchange has one where it is timed (clock.py)."""
     for name, module in model.named_modules():
         part = _MODULES.get(name.rpartition(".")[2])
         if part is not None:
             has_experts = "experts" in module._modules
-            module.forward = labelled("router" if has_experts else part, module.forward)
+            module.forward = _in_range("router" if has_experts else part, module.forward)
+
+
+def _in_range(part: Part, forward: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with part_range(part):
+            return forward(*args, **kwargs)
+
+    return run
 
 
 def measure(
