@@ -34,7 +34,7 @@ def name(result: dict[str, Any]) -> str:
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """Title, a line for each arm, the difference of the losses, and versions and commit."""
+    """Title, a line for each arm, its parts, the difference of the losses, and versions and commit."""
     speeds, reference = result["tokens_per_s"], result["compare"]["reference"]
     lines = ["| through | loss, first and last | tokens/s | ms per step | |", "|---|---|--:|--:|--:|"]
     for arm, losses in result["losses"].items():
@@ -45,5 +45,18 @@ def markdown(result: dict[str, Any]) -> str:
     versions = [f"{package} {version}" for package, version in result["versions"].items() if version]
     commit = [f"commit {result['commit']}"] if result.get("commit") else []
     blocks = [f"### training of {result['model']} on {hardware(result)}, {steps} steps", "\n".join(lines)]
+    blocks += [parts_table(result)] if "profiled" in result else []
     blocks.append(f"- losses differ by at most {difference:.1e} of their value")
     return "\n\n".join([*blocks, " · ".join([", ".join(versions), *commit])]) + "\n"
+
+
+def parts_table(result: dict[str, Any]) -> str:
+    """The parts of a profiled step, the largest of the built-in arm first, as a markdown table."""
+    arms = {arm: {"step": found["step_ms"], **found["parts_ms"]} for arm, found in result["profiled"].items()}
+    built_in = arms[result["compare"]["reference"]]
+    lines = [f"| ms of a profiled step | {' | '.join(arms)} |", f"|---|{'--:|' * len(arms)}"]
+    for part in sorted(built_in, key=built_in.__getitem__, reverse=True):
+        values = [parts[part] for parts in arms.values()]
+        if any(values):
+            lines.append(f"| {part} | {' | '.join(f'{value:.1f}' for value in values)} |")
+    return "\n".join(lines)

@@ -6,6 +6,7 @@
     python -m examples.compare megatron                         # DeepSeek-V3 of Megatron-core's layers, on GPUs only
     python -m examples.compare megatron_dense                   # Qwen3-4B of Megatron-core's layers, on GPUs only
     python -m examples.compare qwen3_moe --nodes 2 --ranks 4    # two emulated nodes of two ranks
+    python -m examples.compare qwen3_moe --table                # and where a step's time goes: see parts.py
 
 Both arms start from the same weights and train on the same batches. Each runs in fresh processes, `--rounds` times and
 in turn, so that a slow minute of the machine affects both. See report.py for what is written.
@@ -74,6 +75,8 @@ def resolve(given: Options) -> Options:
             param_hint="--layers",
         )
     is_megatron = MODELS[model].module == "megatron"
+    if is_megatron and given.table:
+        raise typer.BadParameter(f"expected a model of transformers, got {model}", param_hint="--table")
     if is_megatron:
         _check_megatron(model, checkpoint)
     asked = {each.name: getattr(given, each.name) for each in fields(Options)}

@@ -15,6 +15,7 @@ import torch
 from transformers.distributed.expert_parallel import EPImplementation, EPImplementationInterface
 
 from ep_plugin.integrations.transformers.expert_parallel import EpPluginExpertParallel
+from examples.compare.parts import EXCHANGE, EXPERTS, part_range
 
 _ENTER, _ROWS, _RESULTS, _EXIT = range(4)
 
@@ -72,18 +73,23 @@ def register_timed(name: str, clock: ExchangeClock) -> str:
             forward = self.experts_forward
 
             def marked(rows, expert_ids, weights):
-                results = forward(_Mark.apply(rows, clock, _ROWS), expert_ids, weights)
+                rows = _Mark.apply(rows, clock, _ROWS)
+                with part_range(EXPERTS):
+                    results = forward(rows, expert_ids, weights)
                 return _Mark.apply(results, clock, _RESULTS)
 
             self.experts_forward = marked
 
         def _run(self, out):
-            results = super()._run(out._replace(tokens=_Mark.apply(out.tokens, clock, _ROWS)))
+            out = out._replace(tokens=_Mark.apply(out.tokens, clock, _ROWS))
+            with part_range(EXPERTS):
+                results = super()._run(out)
             return _Mark.apply(results, clock, _RESULTS)
 
         def __call__(self, hidden_states, top_k_index, top_k_weights):
             hidden_states = _Mark.apply(hidden_states, clock, _ENTER)
-            output = super().__call__(hidden_states, top_k_index, top_k_weights)
+            with part_range(EXCHANGE):
+                output = super().__call__(hidden_states, top_k_index, top_k_weights)
             clock.note(_EXIT)
             if output.requires_grad:
                 # Not a mark, since FSDP2 does not allow views as outputs. Not a hook of the tensor either: FSDP2's own,

@@ -13,6 +13,7 @@ from transformers.distributed import DistributedConfig
 from ep_plugin.integrations.transformers import overlap_shared_experts
 from examples.compare.clock import ExchangeClock, register_timed
 from examples.compare.options import BETAS, MODELS, WEIGHT_DECAY, Options
+from examples.compare.parts import label
 
 # Classes, with the settings of their presets that are no widths.
 CLASSES = {
@@ -46,6 +47,8 @@ def build_model(options: Options, clock: ExchangeClock) -> PreTrainedModel:
         _initialise_shards(model, std=config.initializer_range, seed=options.seed)
     if model.config.vocab_size < 256:
         raise ValueError(f"checkpoint: expected a vocabulary of at least 256, got {model.config.vocab_size}")
+    if options.table:
+        label(model)  # before shared experts are moved, so that they keep their range
     if options.overlaps:
         overlap_shared_experts(model)
     return model.train()

@@ -168,6 +168,7 @@ class Options:
     seed: Annotated[int, Option(help="Of the weights and of the batches.")] = 0
     fsdp2: Annotated[bool, Option(help="ep_plugin gathers and reduces for FSDP2 too.")] = True
     overlap: Annotated[bool, Option(help="Shared experts run during ep_plugin's dispatch.")] = True
+    table: Annotated[bool, Option("--table", help="Profile 3 more steps, and show where their time goes.")] = False
     arm: str = OURS
     title: str = ""
 

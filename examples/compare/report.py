@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shlex
 import statistics
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,8 @@ import torch
 import transformers
 from rich.console import Console
 from rich.table import Table
+
+from ep_plugin.bench import provenance, training
 
 WARMUP = 3  # steps left out of every speed: pools grow and caches fill in them
 
@@ -30,6 +34,7 @@ def summarise(results: list[dict[str, Any]], *, code_hash: str) -> dict[str, Any
         Speeds are tokens of all ranks per second at the median step. Exchange times are of a median step:
         ``with_waiting`` is the mean of the ranks, ``alone`` excludes the wait for slower ranks. Both arms' must have
         been timed. ``served`` and ``memory_mib`` are of rank 0 in each arm's first run.
+        ``profiled`` is the mean of an arm's runs, with the option `table`.
         ``compare.max_rel_diff`` is the largest |a - b| / |b| of the loss over all steps and pairs of runs.
     """
     first = results[0]
@@ -50,6 +55,9 @@ def summarise(results: list[dict[str, Any]], *, code_hash: str) -> dict[str, Any
         exchange["exchange_ms"] = {
             name: {label: 1e3 * _median(runs, key) for label, key in keys.items()} for name, runs in arms.items()
         }
+    profiled = {}
+    if options["table"]:
+        profiled = {"profiled": {name: _mean([run["profiled"] for run in runs]) for name, runs in arms.items()}}
     difference = max(
         abs(a - b) / abs(b)
         for mine in ours
@@ -72,6 +80,7 @@ def summarise(results: list[dict[str, Any]], *, code_hash: str) -> dict[str, Any
         "tokens_per_s": {name: tokens / seconds for name, seconds in step_seconds.items()},
         "step_ms": {name: 1e3 * seconds for name, seconds in step_seconds.items()},
         **exchange,
+        **profiled,
         "fsdp2_launches": {name: runs[0]["fsdp2_launches"] for name, runs in arms.items()},
         "served": {name: runs[0]["served"] for name, runs in arms.items()},
         "memory_mib": {name: runs[0]["memory_mib"] for name, runs in arms.items()},
@@ -79,7 +88,14 @@ def summarise(results: list[dict[str, Any]], *, code_hash: str) -> dict[str, Any
         "options": {name: value for name, value in options.items() if name not in ("arm", "title")},
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
         "code_hash": code_hash,
+        "commit": provenance.commit(),
+        "command": shlex.join(["python", "-m", "examples.compare", *sys.argv[1:]]),
     }
+
+
+def _mean(profiles: list[dict[str, Any]]) -> dict[str, Any]:
+    parts = {name: statistics.mean(each["parts_ms"][name] for each in profiles) for name in profiles[0]["parts_ms"]}
+    return {"step_ms": statistics.mean(each["step_ms"] for each in profiles), "parts_ms": parts}
 
 
 def _timed(runs: list[dict[str, Any]], key: str) -> list[float]:
@@ -95,6 +111,8 @@ def write(metrics: dict[str, Any], out: Path) -> None:
     """Print the table, and write ``metrics.json`` and ``loss.png`` into the folder `out`."""
     console = Console()
     console.print(_table(metrics))
+    if "profiled" in metrics:
+        console.print(training.parts_table(metrics), highlight=False, markup=False)
     console.print("largest relative difference of the loss: {max_rel_diff:.2e}".format(**metrics["compare"]))
     (out / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n")
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")

@@ -12,19 +12,21 @@ import os
 import sys
 import time
 import warnings
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.profiler import record_function
 from tqdm import tqdm
 from transformers.utils import logging as transformers_logging
 
 from ep_plugin import env
 from ep_plugin.bench.launch import end_process, run_on_ranks
 from ep_plugin.integrations import fsdp2, status
-from examples.compare import models  # here, so that ranks are forked from a process that has imported it
+from examples.compare import models, parts  # here, so that ranks are forked from a process that has imported it
 from examples.compare.clock import ExchangeClock
 from examples.compare.data import batch_at, read_text
 from examples.compare.options import MODELS, Options
@@ -45,6 +47,7 @@ def train(options: Options, device: torch.device) -> dict[str, Any]:
         exchange_seconds, exchange_alone_seconds: per step, the mean over ranks, and without waiting for slower ranks.
             Absent for Megatron, for a dense model, and where shared experts run during the exchange.
         fsdp2_launches: what ep_plugin ran for FSDP2, or None.
+        profiled: with the option `table`, what `parts.measure` found in steps after all others.
     """
     clock = ExchangeClock(device)
     is_megatron = MODELS[options.model].module == "megatron"  # which may be absent where other models are trained
@@ -53,7 +56,8 @@ def train(options: Options, device: torch.device) -> dict[str, Any]:
     if options.enables_fsdp2:
         fsdp2.enable(model)
     optimizer = module.build_optimizer(model, options)
-    losses, step_seconds, exchanges = _run_steps(model, optimizer, options, device, clock)
+    run_step = _stepper(model, optimizer, options, device)
+    losses, step_seconds, exchanges = _run_steps(run_step, options, device, clock)
     dist.all_reduce(step_seconds, op=dist.ReduceOp.MAX)
     dist.all_reduce(losses)
     result = {
@@ -73,6 +77,8 @@ def train(options: Options, device: torch.device) -> dict[str, Any]:
         dist.all_reduce(exchange_seconds)
         result["exchange_seconds"] = (exchange_seconds / dist.get_world_size()).tolist()
         result["exchange_alone_seconds"] = shortest.sum(dim=1).tolist()
+    if options.table:
+        result["profiled"] = parts.measure(run_step, options.steps, clock.take, device)
     return result
 
 
@@ -80,36 +86,48 @@ def _peak_mib(device: torch.device) -> float | None:
     return torch.cuda.max_memory_allocated(device) / 2**20 if device.type == "cuda" else None
 
 
-def _run_steps(
-    model: torch.nn.Module, optimizer: Any, options: Options, device: torch.device, clock: ExchangeClock
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """This rank's loss and seconds of every step, float64 ``[steps]``, and the seconds of each dispatch and combine,
-    float64 ``[steps, exchanges]``.
-    """
+def _stepper(
+    model: torch.nn.Module, optimizer: Any, options: Options, device: torch.device
+) -> Callable[[int], tuple[float, float]]:
+    """Returns a function that runs the step of a number, and returns this rank's loss and seconds."""
     rank = dist.get_rank()
     path = Path(options.text) if options.text else None
     # One rank learns the byte pairs of a large vocabulary, and all train on the same ids.
     found = [read_text(path, model.vocab_size) if rank == 0 else None]
     dist.broadcast_object_list(found)
-    measured = torch.zeros(2, options.steps, dtype=torch.float64)
-    exchanges: list[list[float]] = []
-    bar = tqdm(range(options.steps), desc=options.title, unit="step", disable=rank != 0, mininterval=1)
-    for step in bar:
+    shape = {"batch": options.batch, "seq_len": options.seq_len}
+
+    def run(step: int) -> tuple[float, float]:
         numbers = range(step * options.micro_batches, (step + 1) * options.micro_batches)
-        shape = {"batch": options.batch, "seq_len": options.seq_len}
         batches = [batch_at(found[0], **shape, seed=options.seed, step=at, rank=rank).to(device) for at in numbers]
         for group in optimizer.param_groups:
             group["lr"] = options.lr * min(1.0, (step + 1) / WARMUP_STEPS)
         start = time.perf_counter()
-        value = backward(model, batches)
-        optimizer.step()
-        optimizer.zero_grad()
-        value = value.item()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        measured[:, step] = torch.tensor([value, time.perf_counter() - start], dtype=torch.float64)
+        with record_function(parts.STEP):
+            value = backward(model, batches)
+            optimizer.step()
+            optimizer.zero_grad()
+            value = value.item()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+        return value, time.perf_counter() - start
+
+    return run
+
+
+def _run_steps(
+    run: Callable[[int], tuple[float, float]], options: Options, device: torch.device, clock: ExchangeClock
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """This rank's loss and seconds of every step, float64 ``[steps]``, and the seconds of each dispatch and combine,
+    float64 ``[steps, exchanges]``.
+    """
+    measured = torch.zeros(2, options.steps, dtype=torch.float64)
+    exchanges: list[list[float]] = []
+    bar = tqdm(range(options.steps), desc=options.title, unit="step", disable=dist.get_rank() != 0, mininterval=1)
+    for step in bar:
+        measured[:, step] = torch.tensor(run(step), dtype=torch.float64)
         exchanges.append(clock.take())
-        bar.set_postfix(loss=f"{value:.3f}", refresh=False)
+        bar.set_postfix(loss=f"{measured[0, step]:.3f}", refresh=False)
     losses, step_seconds = measured.to(device)
     return losses, step_seconds, torch.tensor(exchanges, dtype=torch.float64, device=device)
 

@@ -123,6 +123,20 @@ def test_a_report_of_training_and_some_implementations(tmp_path: Path) -> None:
     assert run.exit_code == 2 and "impl: expected a pattern for ep_plugin, ep_plugin sm, nccl, got 'mpi'" in run.output
 
 
+def test_parts_of_a_step_are_shown_from_the_largest(tmp_path: Path) -> None:
+    parts = {"router": 1.0, "exchange": 20.0, "idle": 0.0}
+    profiled = {
+        arm: {"step_ms": 21.0 + more, "parts_ms": parts | {"exchange": 20.0 + more}}
+        for arm, more in (("ep_plugin", 0.0), ("all_to_all", 5.0))
+    }
+    result = {**_trained(110, 100), "profiled": profiled}
+    (tmp_path / "train.json").write_text(json.dumps(result))
+    run = CliRunner().invoke(main, ["report", str(tmp_path / "train.json")])
+    shown = ["| step | 21.0 | 26.0 |", "| exchange | 20.0 | 25.0 |", "| router | 1.0 | 1.0 |"]
+    table = ["| ms of a profiled step | ep_plugin | all_to_all |", "|---|--:|--:|", *shown]
+    assert "\n\n" + "\n".join(table) + "\n\n" in run.output
+
+
 def test_a_picture_without_bars_is_refused(tmp_path: Path) -> None:
     result = {**ABOUT, "suite": "moe_ht", "rows": [_row("combine_flat_bf16", impl, 10.0) for impl in ("nccl", "floor")]}
     (tmp_path / "result.json").write_text(json.dumps(result))

@@ -26,6 +26,7 @@ from examples.compare import data
 from examples.compare.cli import _environment, _make_folder, resolve
 from examples.compare.launch import Comparison, _ended_by_signals
 from examples.compare.options import OURS, Options
+from examples.compare.parts import IDLE, PARTS, WAITING
 
 ROOT = Path(__file__).parents[2]
 COMMAND = [sys.executable, "-m", "examples.compare"]
@@ -64,6 +65,7 @@ def test_help_names_the_models_and_options() -> None:
         ("qwen3", {"preset": "30b-a3b"}, "expected one of tiny, 4b, got '30b-a3b'"),
         ("qwen3", {"fsdp2": False}, "expected --fsdp2 for qwen3, which has no experts to exchange"),
         ("deepseek_v3", {"preset": "30b-a3b"}, "expected one of tiny, v3, got '30b-a3b'"),
+        ("megatron", {"table": True}, "expected a model of transformers, got megatron"),
         ("deepseek_v3", {"layers": 1}, "expected more than 1, since the first 1 have no experts, got 1"),
         ("megatron", {"preset": "tiny", "layers": 1}, "expected more than 1, since the first 1 have no experts, got 1"),
     ],
@@ -204,13 +206,24 @@ def exchange_is_timed(metrics: dict[str, Any]) -> None:
     assert all(0 < took["alone"] <= took["with_waiting"] for took in metrics["exchange_ms"].values())
 
 
+def steps_are_divided(metrics: dict[str, Any], *absent: str) -> None:
+    """The parts of both arms add up to the step. absent: the parts that take no time, besides `IDLE`."""
+    for found in metrics["profiled"].values():
+        step, shares = found["step_ms"], found["parts_ms"]
+        assert sum(shares.values()) == pytest.approx(step, rel=0.03)
+        assert list(shares) == list(PARTS) and min(shares.values()) >= 0
+        assert {name for name, value in shares.items() if not value} - {WAITING} == {*absent, IDLE}  # none may wait
+        assert shares["other"] < 0.1 * step
+
+
 @pytest.mark.slow
 def test_qwen3_moe_in_two_rounds(tmp_path: Path) -> None:
-    metrics = compared(tmp_path, "qwen3_moe", *SMALL, builtin="all_to_all")
+    metrics = compared(tmp_path, "qwen3_moe", *SMALL, "--table", builtin="all_to_all")
     assert (metrics["steps"], metrics["rounds"]) == (4, 2)
     assert metrics["model"] == "qwen3_moe tiny, 1 layers"
     assert metrics["compare"]["max_rel_diff"] <= 1e-4
     exchange_is_timed(metrics)
+    steps_are_divided(metrics, "dense MLP")
 
 
 @pytest.mark.slow
@@ -224,7 +237,8 @@ def test_qwen3_moe_over_two_nodes(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_dense_qwen3(tmp_path: Path) -> None:
-    metrics = compared(tmp_path, "qwen3", *SMALL, "--rounds", "1", builtin="stock")
+    metrics = compared(tmp_path, "qwen3", *SMALL, "--rounds", "1", "--table", builtin="stock")
+    steps_are_divided(metrics, "router", "experts", "exchange")
     assert metrics["rounds"] == 1
     assert metrics["compare"]["max_rel_diff"] <= 1e-5
     assert "exchange_ms" not in metrics
@@ -232,8 +246,9 @@ def test_dense_qwen3(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_deepseek_v3_with_overlap(tmp_path: Path) -> None:
-    arguments = [*SMALL, "--layers", "2", "--rounds", "1", "--overlap"]
+    arguments = [*SMALL, "--layers", "2", "--rounds", "1", "--overlap", "--table"]
     metrics = compared(tmp_path, "deepseek_v3", *arguments, builtin="all_to_all")
+    steps_are_divided(metrics)
     assert metrics["model"] == "deepseek_v3 tiny, 2 layers"
     assert metrics["compare"]["max_rel_diff"] <= 1e-4
     assert metrics["options"]["overlap"] is True
