@@ -21,12 +21,11 @@ import torch
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo
-from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState, alloc_storage
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 
 _is_known = (2, 11) <= tuple(map(int, torch.__version__.split(".")[:2])) <= (2, 15)
-# FSDP2's own wrappers of the methods that are replaced here. 2.11 has none.
+# FSDP2's own wrappers of the methods that are replaced here. Older versions have none.
 _outside_functorch = getattr(_fsdp_common, "_disable_functorch_if_active", lambda method: method)
 _outside_dynamo = getattr(_fsdp_common, "_dynamo_disable", lambda method: method)
 
@@ -178,7 +177,7 @@ def _separate(fsdp_param: Any) -> None:
     """Gives the unsharded parameter memory of its own, if it is the shard's."""
     if vars(fsdp_param).pop("free_unsharded_param", None):
         _copy_to_own_memory(fsdp_param, fsdp_param._sharded_param_data)
-        if fsdp_param.sharded_state != ShardedState.UNSHARDED:
+        if fsdp_param.sharded_state.name != "UNSHARDED":
             fsdp_param.free_unsharded_param()
 
 
@@ -186,7 +185,7 @@ def _copy_to_own_memory(fsdp_param: Any, shard: torch.Tensor) -> None:
     dtype = fsdp_param.param_dtype or fsdp_param.orig_dtype
     fsdp_param.init_all_gather_outputs([shard.numel()], [dtype], 1, fsdp_param.device)
     (whole,) = fsdp_param.all_gather_outputs
-    alloc_storage(whole)
+    fsdp_param.alloc_all_gather_outputs()
     with _unsafe_preserve_version_counter(whole):
         whole.copy_(shard)
     _place(fsdp_param)
