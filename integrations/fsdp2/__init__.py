@@ -14,6 +14,8 @@ Left to PyTorch's own collectives
     ep_plugin leaves sums of dtypes that it does not add on a device, and gathers of parameters that wrap other tensors
     and have no ``fsdp_pre_all_gather``. On GPUs it also leaves gathers of 64 MiB and more whose size no other parameter
     group of the model shares. These are mostly the embedding and the head in the root (adapters.py says why).
+Groups of one rank
+    They make no collective calls, and copy nothing (one_rank.py).
 Reuse of memory
     FSDP2 drops its last reference to a gathered buffer only after its all-gather streams wait for the copy out of that
     buffer. The plugin uses the buffer again when no rank of the node has a tensor in it, and a rank writes to a peer's

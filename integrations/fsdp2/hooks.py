@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ep_plugin.errors import NotSupported
 from ep_plugin.integrations import hooks
 from ep_plugin.integrations.fallback import falls_back
+from ep_plugin.integrations.fsdp2 import one_rank
 from ep_plugin.integrations.fsdp2.adapters import Adapter, PluginAllGather, PluginReduceScatter
 from ep_plugin.integrations.groups import check_group
 from ep_plugin.transport.groups import checked_group
@@ -44,7 +45,7 @@ def enable(model: torch.nn.Module | None = None, *, all_gather: bool = True, red
     and changes no bit of any result. A reduction adds in float32 in a fixed order, which differs from other libraries
     in the last bits. The first forward makes the collectives, with the ranks of each group. All models share those of
     one process group, which stay open until ``disable``. Groups that are not served are refused here, or where a module
-    is sharded later: both calls are collective.
+    is sharded later: both calls are collective. Parameter groups of one rank copy nothing (one_rank.py).
 
     Args:
         model: its FSDP2 modules may be nested at any depth. None: every module that this process shards from now on.
@@ -134,6 +135,7 @@ def _serve(group: Any, *wanted: bool) -> None:
         if is_wanted:
             made[name] = adapter(group, present)
             setattr(group, name, made[name])
+    (one_rank.serve if made else one_rank.leave)(group)
     for setter in _SETTERS:
         if made:
             vars(group)[setter] = functools.partial(_set_unless_served, group, setter)

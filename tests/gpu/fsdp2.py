@@ -13,6 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
 from ep_plugin import _C
@@ -118,6 +120,61 @@ def compare(case: cases.Case, device: torch.device) -> dict[str, Any]:
         "ran": (ran.all_gathers, ran.reduce_scatters),
         "plain": (gather.calls, total.calls),
         "left": (left.all_gathers, left.reduce_scatters),
+    }
+
+
+# -- a rank alone --------------------------------------------------------------------------------------------------
+
+
+class _Experts(nn.Module):
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        options = {"device": device, "dtype": torch.bfloat16}
+        self.up = nn.Parameter(torch.randn(4, 512, 256, **options) / 23)
+        self.down = nn.Parameter(torch.randn(4, 256, 512, **options) / 16)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows + torch.bmm(torch.relu(torch.bmm(rows, self.up)), self.down)
+
+
+def experts_alone(rank: int, ours: bool, options: dict[str, Any]) -> dict[str, Any]:
+    """Losses and gradients of steps of two backwards; what copies and the memory of the last step."""
+    device = device_of(rank)
+    torch.cuda.set_device(device)
+    torch.manual_seed(0)
+    model = nn.Sequential(*(_Experts(device) for _ in range(3)))
+    for experts in model:
+        fully_shard(experts, mesh=init_device_mesh("cuda", (1,)), **options)
+    fully_shard(model, mesh=init_device_mesh("cuda", (1,)), **options)
+    if ours:
+        fsdp2.enable(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    rows, losses, gradients = torch.randn(4, 16, 512, device=device, dtype=torch.bfloat16), [], []
+
+    def step() -> None:
+        for _ in range(2):
+            loss = model(rows).float().pow(2).mean()
+            loss.backward()
+            losses.append(loss.detach())
+
+    for _ in range(5):
+        step()
+        gradients += [parameter.grad.to_local().float().norm() for parameter in model.parameters()]
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        step()
+    torch.cuda.synchronize()
+    names = {event.key for event in profile.key_averages()}
+    parameters = sum(parameter.to_local().nbytes for parameter in model.parameters())
+    return {
+        "losses": torch.stack(losses).tolist(),
+        "gradients": torch.stack(gradients).tolist(),
+        "chunk_cat": any("chunk_cat" in name for name in names),
+        "peak": (torch.cuda.max_memory_allocated() - before) / parameters,
     }
 
 

@@ -101,6 +101,20 @@ def test_as_with_plain_torch(results: Callable[[], list[dict[str, Any]]], name: 
 
 
 @pytest.mark.gpu(1)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"reshard_after_forward": False}, {"mp_policy": cases.BF16}],
+    ids=["plain", "kept after forward", "reduced in float32"],
+)
+def test_a_rank_alone_copies_nothing(options: dict[str, Any]) -> None:
+    (stock,), (ours,) = (values(run_ranks(1, on_gpus.experts_alone, ours, options)) for ours in (False, True))
+    assert ours["losses"] == stock["losses"] and ours["gradients"] == stock["gradients"]
+    assert stock["chunk_cat"] and not ours["chunk_cat"]
+    # All gradients, one group's second ones, and rows; FSDP2 also holds parameters and two buffers of a group.
+    assert ours["peak"] < 1.6 and ours["peak"] < stock["peak"] - 0.3, (ours["peak"], stock["peak"])
+
+
+@pytest.mark.gpu(1)
 @pytest.mark.skipif(os.environ.get("CUDA_LAUNCH_BLOCKING") == "1", reason="launches wait for the device")
 @pytest.mark.parametrize("width", [40, 512])
 def test_a_step_synchronises_nothing(width: int) -> None:
