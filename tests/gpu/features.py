@@ -311,14 +311,15 @@ def misaligned(rank: int, size: int) -> None:
         assert_close("z", z.detach(), exact, exact.abs(), case.dtype, roundings)
         assert_close("x.grad", x.grad, gradient, gradient.abs(), case.dtype, roundings)
 
-        os.environ["EP_PLUGIN_CHECK_IDS"] = "1"
+    os.environ["EP_PLUGIN_CHECK_IDS"] = "1"
+    with communicator(case, rank, size, timeout_s=60) as comm:
+        del os.environ["EP_PLUGIN_CHECK_IDS"]
         bad = ids.clone()
         bad[:1, 0] = comm.config.num_experts
         if len(bad):
             with pytest.raises(ValueError, match="topk_ids: expected"):
                 comm.dispatch(x, bad, weights)
         comm.dispatch(x, ids, weights)
-        del os.environ["EP_PLUGIN_CHECK_IDS"]
 
 
 def large(rank: int, size: int) -> None:

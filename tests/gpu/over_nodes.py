@@ -297,7 +297,8 @@ def losses(rank: int, size: int, name: str, served: bool = True) -> dict[str, li
         model = models.build_model(chosen, clock)
         if chosen.enables_fsdp2:
             fsdp2.enable(model)
-        means, _, _ = train._run_steps(model, models.build_optimizer(model, chosen), chosen, device, clock)
+        run_step = train._stepper(model, models.build_optimizer(model, chosen), chosen, device)
+        means, _, _ = train._run_steps(run_step, chosen, device, clock)
         dist.all_reduce(means)
         found[arm] = (means / size).tolist()
         if chosen.enables_fsdp2:
