@@ -7,10 +7,12 @@ as a node may have.
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Self
 
+import pytest
 import torch
 
 from ep_plugin import _C
@@ -19,6 +21,9 @@ from ep_plugin.transport.peer import AddressTable
 
 _PAGE = 4096
 TIMEOUT_S = 200.0  # threads of many ranks share few cores
+LONG = pytest.mark.skipif("EP_TEST_LONG" not in os.environ, reason="takes minutes: EP_TEST_LONG=1 runs it")
+# With 33 ranks a warp has too few lanes. The emulation's time grows with the square of the ranks.
+SIZES = [20, pytest.param(33, marks=pytest.mark.slow), pytest.param(72, marks=LONG)]
 
 
 def zeroed(nbytes: int) -> torch.Tensor:

@@ -24,7 +24,7 @@ from tests.kernel_arguments import (
     SmallExchangeArgs,
     addresses,
 )
-from tests.many_ranks import Block, ManyRanks
+from tests.many_ranks import SIZES, Block, ManyRanks
 from tests.ranks import run_ranks, values
 
 FLOAT32 = int(_C.Element.FLOAT32)
@@ -147,7 +147,7 @@ def _sums(rank: int, ranks: int) -> None:
             _sum(node, seed >= 2, seed)
 
 
-@pytest.mark.parametrize("ranks", [20, pytest.param(72, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", SIZES)
 def test_sums(ranks: int) -> None:
     _in_a_process(_sums, ranks)
 

@@ -16,11 +16,10 @@ from ep_plugin.moe.layout import DispatchResult
 from ep_plugin.moe.low_latency.combine import LowLatencyCombine
 from ep_plugin.moe.low_latency.dispatch import LowLatencyDispatch
 from tests import many_ranks
-from tests.many_ranks import ManyRanks
+from tests.many_ranks import LONG, SIZES, ManyRanks
 from tests.moe import moe_cases
 from tests.ranks import run_ranks, values
 
-SIZES = [20, pytest.param(72, marks=pytest.mark.slow)]
 HIDDEN, TOPK, LOCAL = 64, 4, 2
 ROW_BYTES = 4 * HIDDEN
 FLAT, TOKEN_MAJOR = int(_C.Layout.FLAT), int(_C.Layout.TOKEN_MAJOR)
@@ -292,8 +291,14 @@ def _low_latency(rank: int, ranks: int, most: int, simt: bool = True) -> None:
                 assert torch.equal(out, batch.x * factors.sum(dim=1, keepdim=True))
 
 
-@pytest.mark.parametrize("most", [3, 70])
-@pytest.mark.parametrize("ranks", SIZES)
+@pytest.mark.parametrize(
+    ("ranks", "most"),
+    [
+        *((20, 3), (20, 70)),
+        *(pytest.param(ranks, most, marks=pytest.mark.slow) for ranks, most in ((33, 70), (72, 3))),
+        pytest.param(72, 70, marks=LONG),
+    ],
+)
 def test_low_latency(ranks: int, most: int) -> None:
     _in_a_process(_low_latency, ranks, most)
 
@@ -338,6 +343,6 @@ def _masks(rank: int, ranks: int, masked: int, simt: bool = True) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("masked", [1, 40, 71])
+@pytest.mark.parametrize("masked", [pytest.param(1, marks=LONG), 40, pytest.param(71, marks=LONG)])
 def test_masks_travel(masked: int) -> None:
     _in_a_process(_masks, 72, masked)
