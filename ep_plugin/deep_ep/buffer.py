@@ -244,17 +244,22 @@ class Buffer(LowLatencyCalls, SharedCommunicators):
 
         which: the place of the function in the entries of _in_c.
         """
+        if not self._in_c:
+            return None
+        run = functools.partial(self._first_in_c, which, call)
+        if in_order == (None, False, False):
+            results = run()
+            return (*results, EventOverlap()) if results else None
+        *results, event = ordered(run, self._in_c[0][0].device, call, *in_order)
+        return (*results, event) if results else None
+
+    def _first_in_c(self, which: int, call: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return the results of the first communicator whose C knows the call; none if C leaves it."""
         for known in self._in_c:
-            run = known[which]
-            if in_order == (None, False, False):
-                made = run(*call)
-                if made is not None:
-                    return *made, EventOverlap()
-            else:
-                results = ordered(functools.partial(_run_or_leave, run, call), known[0].device, call, *in_order)
-                if len(results) > 1:
-                    return results
-        return None
+            made: tuple[Any, ...] | None = known[which](*call)
+            if made is not None:
+                return made
+        return ()
 
     @eager
     def _combine(
@@ -368,11 +373,6 @@ class Buffer(LowLatencyCalls, SharedCommunicators):
                 layout.check_agreement(ids, in_rank, num_experts, self._nodes)
         bound = num_worst_tokens // self.group_size if num_worst_tokens else None
         return self._throughput_communicator(device, num_experts, bound), ids
-
-
-def _run_or_leave(run: Callable[..., Any], call: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the results of `run`, a function of C, or none if it leaves the call."""
-    return run(*call) or ()
 
 
 def _num_sms(config: Config) -> int | None:

@@ -33,7 +33,7 @@ PARTS = (
     "attention", "router", EXPERTS, "dense MLP", "norms and embedding", "loss", OPTIMIZER, OTHER,
     EXCHANGE, WAITING, COPIES, COLLECTIVES, IDLE,
 )  # fmt: skip
-"""What the model computes comes first, so that communication counts where nothing is computed meanwhile."""
+"""The model's computation comes first. So communication counts only where nothing is computed at the same time."""
 
 _LABEL = "part: "
 _MODULES = {

@@ -45,7 +45,8 @@ def enable(model: torch.nn.Module | None = None, *, all_gather: bool = True, red
     and changes no bit of any result. A reduction adds in float32 in a fixed order, which differs from other libraries
     in the last bits. The first forward makes the collectives, with the ranks of each group. All models share those of
     one process group, which stay open until ``disable``. Groups that are not served are refused here, or where a module
-    is sharded later: both calls are collective. Parameter groups of one rank copy nothing (one_rank.py).
+    is sharded later: both calls are collective. Parameter groups of one rank copy nothing, whichever
+    is served (one_rank.py).
 
     Args:
         model: its FSDP2 modules may be nested at any depth. None: every module that this process shards from now on.
@@ -135,7 +136,10 @@ def _serve(group: Any, *wanted: bool) -> None:
         if is_wanted:
             made[name] = adapter(group, present)
             setattr(group, name, made[name])
-    (one_rank.serve if made else one_rank.leave)(group)
+    if made:
+        one_rank.serve(group)
+    else:
+        one_rank.leave(group)
     for setter in _SETTERS:
         if made:
             vars(group)[setter] = functools.partial(_set_unless_served, group, setter)

@@ -126,9 +126,8 @@ def _give(fsdp_param: Any, gradient: torch.Tensor, dtype: torch.dtype, factor: f
     sharded = fsdp_param.sharded_param
     factor = None if factor == 1 else factor
     is_first, given = sharded.grad is None, gradient
-    if (
-        factor is not None or torch.promote_types(gradient.dtype, dtype) != dtype
-    ):  # else this cast would change no value
+    # Otherwise the cast would change no value.
+    if factor is not None or torch.promote_types(gradient.dtype, dtype) != dtype:
         gradient = gradient.to(dtype)
     target = getattr(fsdp_param, "sharded_grad_dtype", fsdp_param.orig_dtype) or dtype  # the former from 2.15 on
     is_kept = factor is not None or (is_first and gradient.dtype == target)

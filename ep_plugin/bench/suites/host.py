@@ -39,7 +39,7 @@ from ep_plugin.moe.communicator import MoECommunicator
 _ROW_SIZES: dict[str, Any] = {"tokens": 8, "dtype": "bfloat16"}
 _SHARD_BYTES = 1 << 20
 _ROUND_TRIP_TOKENS = 128
-_UNTIMED = 10  # calls of a row
+_UNTIMED = 10  # calls at the begin of a row
 
 
 @dataclass(frozen=True, kw_only=True)
