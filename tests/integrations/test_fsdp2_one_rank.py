@@ -9,7 +9,6 @@ import copy
 import functools
 import shutil
 import tempfile
-import traceback
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -25,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from tests.integrations import fsdp2_cases as cases
+from tests.integrations.beside_stock import differing, or_error
 from tests.ranks import run_ranks, values
 
 Tensors = list[torch.Tensor]
@@ -44,7 +44,7 @@ def alone() -> Callable[[], dict[str, Any]]:
 
 
 def _run_alone(rank: int) -> dict[str, Any]:
-    return {name: _or_error(functools.partial(_difference, cases.CASES[name])) for name in ALONE}
+    return {name: or_error(functools.partial(_difference, cases.CASES[name])) for name in ALONE}
 
 
 def _difference(case: cases.Case) -> dict[str, float]:
@@ -554,19 +554,7 @@ def results() -> Callable[[], list[dict[str, Any]]]:
 
 
 def _run_uses(rank: int) -> dict[str, Any]:
-    return {name: _or_error(functools.partial(_differing, use)) for name, use in USES.items()}
-
-
-def _differing(use: Callable[[bool], Tensors]) -> list[int]:
-    ours, stock = use(True), use(False)
-    return [at for at, pair in enumerate(zip(ours, stock, strict=True)) if not torch.equal(*pair)]
-
-
-def _or_error(run: Callable[[], Any]) -> Any:
-    try:
-        return run()
-    except Exception:
-        return traceback.format_exc()
+    return differing(USES)
 
 
 @pytest.mark.parametrize("name", USES)
