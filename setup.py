@@ -124,6 +124,8 @@ class Toolchain:
     def key(self, source: Path) -> str:
         """A name for how `source` is compiled, so that an object of another configuration is never taken for ours."""
         parts: tuple[object, ...] = (self.compiler(source),)
+        if source.suffix == ".cu":  # nvcc reads further flags from there
+            parts += (os.environ.get("NVCC_PREPEND_FLAGS", ""), os.environ.get("NVCC_APPEND_FLAGS", ""))
         if source.parent.name in (
             "bindings",
             "control",
