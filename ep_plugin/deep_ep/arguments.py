@@ -22,6 +22,22 @@ from ep_plugin.transport.topology import NodeMap
 
 Rows: TypeAlias = "torch.Tensor | tuple[torch.Tensor, torch.Tensor]"
 
+# Arguments that only forks of DeepEP have, and how to make their callers leave them out. "": `overlap` alone reads it.
+_NVFP4 = "unset VLLM_DEEPEPLL_NVFP4_DISPATCH, or start SGLang with --deepep-dispatcher-output-dtype bf16"
+_BESIDE_OVERLAP = ("packed_recv_count", "comp_signal", "block_m", "threshold", "num_sms", "src_signals")
+_OF_FORKS = {"use_nvfp4": _NVFP4, "x_global_scale": _NVFP4}
+_OF_FORKS |= {"overlap": "start SGLang without --enable-single-batch-overlap"}
+_OF_FORKS |= dict.fromkeys((*_BESIDE_OVERLAP, "src_signal_expect_value"), "")
+
+
+def check_of_forks(call: str, given: dict[str, object]) -> None:
+    """Refuse an argument of DeepEP's forks by name, unless it is None or False. TypeError for any other name."""
+    for name, value in given.items():
+        if name not in _OF_FORKS:
+            raise TypeError(f"{call}() got an unexpected keyword argument {name!r}")
+        if _OF_FORKS[name] and value is not None and value is not False:
+            raise NotSupported(f"{call}({name}=...): expected None or False, got {name} set; {_OF_FORKS[name]}")
+
 
 def rows_of(x: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Split dispatch's `x` into rows and scales. The scales are None without a pair."""

@@ -213,7 +213,7 @@ class ElasticBuffer(ElasticMessages, SharedCommunicators):
         """Send each token once to every rank that holds one of its experts. Collective.
 
         Args:
-            x: ``[T, H]``, or a pair of FP8 rows ``[T, H]`` and float32 scales ``[T, S]``.
+            x: ``[T, H]``, or a pair of FP8 rows ``[T, H]`` and scales ``[T, S]``, float32 or packed in int32.
             topk_idx, topk_weights: int64 and float32 ``[T, K]``; id -1: no expert.
             cumulative_local_expert_recv_stats: int32 ``[E_l]``, to which the pairs received are added. Not with handle.
             num_max_tokens_per_rank: T_max, the same on all ranks. None: the constructor's.

@@ -81,6 +81,7 @@ class LowLatencyCalls(LowLatencyMemory):
         use_ue8m0: bool = False,
         async_finish: bool = False,
         return_recv_hook: bool = False,
+        **of_forks: object,
     ) -> tuple[Any, torch.Tensor, LowLatencyHandle, EventOverlap, Hook | None]:
         """Send each token to its experts. Collective. The host waits for nothing, and a CUDA graph may capture it.
 
@@ -96,6 +97,7 @@ class LowLatencyCalls(LowLatencyMemory):
             async_finish: whether it runs on the communication stream, for which the current stream does not wait.
             return_recv_hook: whether only the send half runs, on the current stream. The hook then runs the receive
                 half on the stream that is current when it is called. Results have their values after it.
+            of_forks: NVFP4 arguments of DeepEP's forks, which are refused.
 
         Returns:
             recv_x ``[E_l, N, H]``, or with use_fp8 the rows and their scales: float32 ``[E_l, N, H / 128]`` or int32
@@ -105,6 +107,8 @@ class LowLatencyCalls(LowLatencyMemory):
             event. The hook, or None.
         """
         self._check_low_latency("low_latency_dispatch")
+        if of_forks:
+            arguments.check_of_forks("low_latency_dispatch", of_forks)
         _check_async(async_finish, return_recv_hook)
         given = x, topk_idx, cumulative_local_expert_recv_stats, dispatch_wait_recv_cost_stats
         settings = num_max_dispatch_tokens_per_rank, num_experts, use_fp8, round_scale, use_ue8m0
@@ -162,6 +166,7 @@ class LowLatencyCalls(LowLatencyMemory):
         return_recv_hook: bool = False,
         out: torch.Tensor | None = None,
         combine_wait_recv_cost_stats: torch.Tensor | None = None,
+        **of_forks: object,
     ) -> tuple[torch.Tensor, EventOverlap, Hook | None]:
         """Sum the experts' rows of each token, times its weights, in float32. Collective; see low_latency_dispatch.
 
@@ -175,11 +180,14 @@ class LowLatencyCalls(LowLatencyMemory):
             async_finish, return_recv_hook: as in low_latency_dispatch.
             out: bfloat16 ``[T, H]``, where the sums go.
             combine_wait_recv_cost_stats: int64 ``[R]``, to which nanoseconds of waiting for each rank are added.
+            of_forks: ``overlap`` of DeepEP's forks, which is refused unless False, and what it reads.
 
         Returns:
             bfloat16 ``[T, H]``, the event, and the hook or None.
         """
         self._check_low_latency("low_latency_combine")
+        if of_forks:
+            arguments.check_of_forks("low_latency_combine", of_forks)
         _check_async(async_finish, return_recv_hook)
         if use_logfmt and zero_copy:
             raise ValueError("zero_copy: expected False with use_logfmt=True, got True")
