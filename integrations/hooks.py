@@ -196,8 +196,6 @@ def enable(names: Sequence[str]) -> None:
             raise NotSupported(
                 f"EP_PLUGIN: {name}: expected the module {home_of(name)}, found none; leave {name} out of EP_PLUGIN"
             )
-    if _finder not in sys.meta_path:
-        sys.meta_path.insert(0, _finder)
     for name in names:
         module, package, *_, before = INTEGRATIONS[name]
         if name in _finder.homes:
@@ -205,14 +203,15 @@ def enable(names: Sequence[str]) -> None:
         if module not in sys.modules:
             record(name, "waiting", f"{module} has not been imported")
         if module == name:
+            _watch_imports()
             _serve_in_place_of(name)
             continue
         _forget(name)
         if package and not _is_being_imported(package):
-            _after_import(package, functools.partial(_check_version, name))
-        _after_import(module, functools.partial(_enable, name))
+            after_import(package, functools.partial(_check_version, name))
+        after_import(module, functools.partial(_enable, name))
         for other in before:
-            _after_import(other, functools.partial(_import_module_of, name))
+            after_import(other, functools.partial(_import_module_of, name))
 
 
 def disable(names: Sequence[str]) -> None:
@@ -320,8 +319,14 @@ def _serve_in_place_of(name: str) -> None:
         _finder.homes[module] = home_of(module)
 
 
-def _after_import(module: str, callback: Callable[[], object]) -> None:
+def _watch_imports() -> None:
+    if _finder not in sys.meta_path:
+        sys.meta_path.insert(0, _finder)
+
+
+def after_import(module: str, callback: Callable[[], object]) -> None:
     """Call back after `module` is executed; at once if it has been."""
+    _watch_imports()
     _finder.callbacks.setdefault(module, []).append(callback)
     if _is_being_imported(module):
         raise _too_late(module, "which is being imported now")

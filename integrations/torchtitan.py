@@ -145,7 +145,8 @@ class EpPluginTokenDispatcher(stock.BaseEPTokenDispatcher):
             )
         x, topk_ids = x_TD.contiguous(), topk_expert_ids_TK.contiguous()
         out, handle = in_layer(self._layer, self._range, self.communicator.dispatch, x, topk_ids, topk_scores_TK)
-        return out.tokens, out.expert_offsets.diff(), (handle, out.weights)
+        counts = out.num_tokens_per_expert if self.pad_multiple == 1 else out.expert_offsets.diff()
+        return out.tokens, counts, (handle, out.weights)
 
     def combine(self, routed_output_RD: torch.Tensor, metadata: Any, x_TD: torch.Tensor) -> torch.Tensor:
         """Multiplies the experts' rows by their scores and sums them per token. Returns ``[T, D]``."""

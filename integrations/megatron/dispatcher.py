@@ -138,6 +138,8 @@ class EpPluginTokenDispatcher(MoETokenDispatcher):
         probabilities ``[T, P * K]``.
         """
         self.hidden_shape = hidden_states.shape
+        if self.config.moe_pad_expert_input_to_capacity and self.topk < routing_map.size(1):
+            routing_map = routing_map & (probs > 0)  # inference pads: such pairs have probability 0
         ids, chosen = select(routing_map, probs, self.topk)
         self.token_indices, self.token_probs = over_tensor_parallel(ids, chosen, self.tp_size, self.num_local_experts)
         return hidden_states.reshape(-1, self.hidden_shape[-1]), self.token_probs
@@ -160,8 +162,9 @@ class EpPluginTokenDispatcher(MoETokenDispatcher):
         out, self.handle = self._in_layer(
             self._communicator.dispatch, hidden_states.contiguous(), self.token_indices.contiguous(), probs
         )
-        assert out.num_tokens_per_expert_cpu is not None
-        self.tokens_per_expert = -(-out.num_tokens_per_expert_cpu // self.alignment) * self.alignment
+        counts, alignment = out.num_tokens_per_expert_cpu, self.alignment
+        assert counts is not None
+        self.tokens_per_expert = counts if alignment == 1 else -(-counts // alignment) * alignment
         self.dispatched_probs = out.weights
         if shared is not None:
             shared.pre_forward_comm(hidden_states, wait_current_stream=False)
@@ -236,15 +239,15 @@ def select(routing_map: torch.Tensor, probs: torch.Tensor, topk: int) -> tuple[t
     Args:
         routing_map: bool ``[T, E]``, with at most K experts per token. It alone selects pairs: under drop-and-pad it
             contains pairs of probability 0.
-        probs: ``[T, E]``, at least 0.
+        probs: ``[T, E]``.
         topk: K.
 
     Returns:
-        The expert ids, int64 ``[T, K]`` with -1 for dropped pairs, and their probabilities ``[T, K]``.
+        The expert ids, int64 ``[T, K]`` with -1 for dropped pairs, and their probabilities ``[T, K]``, which mean
+        nothing for dropped pairs.
     """
-    values, ids = torch.topk(probs.masked_fill(~routing_map, -1.0), topk, dim=1, sorted=False)
-    dropped = values < 0
-    return ids.masked_fill(dropped, -1), values.masked_fill(dropped, 0.0)
+    selected, ids = torch.topk(routing_map.view(torch.int8), topk, dim=1, sorted=False)  # 1, or 0 for dropped pairs
+    return ids | (selected - 1), probs.gather(1, ids)
 
 
 def over_tensor_parallel(

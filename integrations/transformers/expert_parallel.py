@@ -27,6 +27,7 @@ from ep_plugin import DispatchOutput, MoECommunicator, NotSupported, env
 from ep_plugin.integrations import hooks
 from ep_plugin.integrations.communicators import communicator_or_none, in_layer
 from ep_plugin.integrations.groups import check_group
+from ep_plugin.integrations.transformers.lora import serve_adapters
 from ep_plugin.moe.low_latency.engine import check_one_node
 from ep_plugin.ranges import opener
 
@@ -71,6 +72,7 @@ class EpPluginExpertParallel(EPImplementation):
         self._left: set[int | None] = set()  # values of max_tokens_per_rank for which it serves in our place
         self._range, self._layer = opener(), f"transformers MoE layer {next(_numbers)}"
         exchanges[id(experts)] = self
+        serve_adapters(experts, tp_mesh.size())
 
     def __call__(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor

@@ -1,4 +1,4 @@
-"""TRL and PEFT train through ep_plugin as without it, and what they refuse they refuse without it, too.
+"""TRL and PEFT train through ep_plugin as without it, adapters of experts, too. What they refuse is refused without it.
 
 `make test-huggingface` runs it, in an environment that has both.
 """
@@ -72,14 +72,14 @@ def test_losses_are_those_without_us(ours: Run, stock: Run, name: str) -> None:
     assert mine == pytest.approx(theirs, rel=LOSS_LIMIT, abs=1e-5)
 
 
-@pytest.mark.parametrize("name", ["sft", "grpo", "lora"])
+@pytest.mark.parametrize("name", ["sft", "grpo", "lora", "lora on experts"])
 def test_the_checkpoint_loads_without_us(ours: Run, checkpoint: Path, name: str) -> None:
     kind, saved = transformers.AutoModelForCausalLM, ours.out / name
     expected = torch.load(ours.out / "logits.pt")
     base = kind.from_pretrained(checkpoint, dtype=torch.float32).eval()
     with torch.no_grad():
         before = base(input_ids=expected["input_ids"]).logits
-        is_adapter = name == "lora"
+        is_adapter = name.startswith("lora")
         restored = peft.PeftModel.from_pretrained(base, saved) if is_adapter else kind.from_pretrained(saved)
         logits = restored.eval()(input_ids=expected["input_ids"]).logits
     torch.testing.assert_close(logits, expected[name], rtol=1e-4, atol=1e-4)
@@ -89,7 +89,6 @@ def test_the_checkpoint_loads_without_us(ours: Run, checkpoint: Path, name: str)
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("lora on experts", "mixed torch.Tensor and DTensor"),
         ("saving the optimizer", "Resuming is not supported for models sharded at load time"),
         ("resuming", "loading state_dict for FSDPQwen3MoeForCausalLM"),
     ],
@@ -97,6 +96,15 @@ def test_the_checkpoint_loads_without_us(ours: Run, checkpoint: Path, name: str)
 def test_refusals_are_those_without_us(ours: Run, stock: Run, name: str, words: str) -> None:
     assert words in found(ours)[name]
     assert found(ours)[name] == found(stock)[name]
+
+
+def test_adapters_of_experts_train_with_us_alone(ours: Run, stock: Run) -> None:
+    assert "mixed torch.Tensor and DTensor" in found(stock)["training adapters of experts"]
+    assert found(ours)["training adapters of experts"] == ""
+    mine = found(ours)["lora on experts"]
+    assert len(set(mine)) == len(mine) == 3
+    assert mine[0] == found(ours)["lora"][0]  # adapters change nothing at first
+    assert found(ours)["adapters of experts differ"] == 0.0  # Trainer averages their gradients
 
 
 def test_who_averages_the_gradients_of_adapters(ours: Run, stock: Run) -> None:

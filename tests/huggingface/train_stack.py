@@ -79,8 +79,8 @@ def resume(path: Path) -> None:
     trainer.train(resume_from_checkpoint=str(Path(trainer.args.output_dir, "checkpoint-1")))
 
 
-def lora(path: Path, **target) -> SFTTrainer:
-    config = SFTConfig(**arguments(), gradient_checkpointing=False)
+def lora(path: Path, gradient_checkpointing: bool = False, **target) -> SFTTrainer:
+    config = SFTConfig(**arguments(), gradient_checkpointing=gradient_checkpointing)
     return SFTTrainer(
         load(path),
         args=config,
@@ -170,7 +170,13 @@ def main() -> None:
 
     found["saving the optimizer"] = refusal(lambda: sft(path, save_strategy="steps", save_only_model=False))
     found["resuming"] = refusal(lambda: resume(path))
-    found["lora on experts"] = refusal(lambda: lora(path, target_parameters=["mlp.experts.gate_up_proj"]).train())
+    trainer = lora(path, gradient_checkpointing=True, target_parameters=["mlp.experts.gate_up_proj"])
+    found["training adapters of experts"] = refusal(trainer.train)
+    found["lora on experts"] = logged(trainer)
+    found["adapters of experts differ"] = spread(adapters_of(trainer.model))
+    if not found["training adapters of experts"]:
+        trainer.save_model(str(out / "lora on experts"))
+        logits["lora on experts"] = logits_of(trainer.model)
     if dist.get_rank() == 0:
         (out / "found.json").write_text(json.dumps(found))
         torch.save({"input_ids": torch.tensor(WORDS[:2])} | logits, out / "logits.pt")
