@@ -1,4 +1,4 @@
-"""Tiny models of every family of transformers that has experts, trained for a step on ranks by two exchanges.
+"""Tiny models of every family of transformers that has experts, trained on ranks by two exchanges.
 
 A family is a folder of ``transformers/models``. They are read from the installed version, so a newer one's are there.
 """
@@ -109,8 +109,8 @@ def tiny(family: str) -> torch.nn.Module:
     return model
 
 
-def compare(rank: int, names: list[str], folder: Path) -> dict[str, dict[str, Any]]:
-    """Of each family, how a step differs from that of transformers' own exchange. Collective.
+def compare(rank: int, names: list[str], folder: Path, steps: int) -> dict[str, dict[str, Any]]:
+    """Of each family, how `steps` differ from those of transformers' own exchange. Collective.
 
     Each has what `_compare` returns, or why it was "not built". Where transformers fails with FSDP, "with FSDP" is its
     error, and the rest is of ranks that share a batch.
@@ -126,9 +126,9 @@ def compare(rank: int, names: list[str], folder: Path) -> dict[str, dict[str, An
         if said := _save(name, folder / name, rank):
             found[name] = {"not built": f"{said}; tests/integrations/families.py has the sizes"}
             continue
-        found[name] = _compare(_model_class(name), folder / name, rank, fsdp_size=2)
+        found[name] = _compare(_model_class(name), folder / name, rank, steps, fsdp_size=2)
         if "error" in found[name]:
-            shared = _compare(_model_class(name), folder / name, rank=0, fsdp_size=1, tp_size=2)
+            shared = _compare(_model_class(name), folder / name, 0, steps, fsdp_size=1, tp_size=2)
             found[name] = shared | {"with FSDP": found[name]["error"]}
     return found
 
@@ -145,43 +145,56 @@ def _save(name: str, folder: Path, rank: int) -> str:
     return said[0]
 
 
-def _compare(model_class: type[Any], folder: Path, rank: int, **sizes: int) -> dict[str, Any]:
+def _compare(model_class: type[Any], folder: Path, rank: int, steps: int, **sizes: int) -> dict[str, Any]:
     """The largest "difference" of a gradient and its "tensor", and of the "loss"; how many "dispatches" were ours.
 
-    "gradient" is the largest of the experts. If transformers' own exchange fails, there is only an "error".
+    They are of the first step; "losses" is the largest relative difference of the losses of all steps. "gradient" is
+    the largest of the experts. If transformers' own exchange fails, there is only an "error".
     """
     from tests.integrations.test_transformers import _difference, _Spy
 
     seen = _Spy()
     try:
-        theirs = _step(model_class, folder, rank, ep_implementation="all_to_all", **sizes)
+        theirs, expected = _train(model_class, folder, rank, steps, ep_implementation="all_to_all", **sizes)
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}"}
     with seen.watching():
-        ours = _step(model_class, folder, rank, ep_implementation="ep_plugin", **sizes)
+        ours, losses = _train(model_class, folder, rank, steps, ep_implementation="ep_plugin", **sizes)
     difference = _difference(ours, theirs)
     worst = max(difference, key=difference.__getitem__)
     return {
         "difference": difference[worst],
         "tensor": worst,
         "loss": difference["loss"],
+        "losses": max(abs(a / b - 1) for a, b in zip(losses, expected, strict=True)),
         "dispatches": seen.calls["dispatch"],
         "gradient": max(float(one.abs().max()) for name, one in theirs.items() if ".experts." in name),
     }
 
 
-def _step(model_class: type[Any], folder: Path, rank: int, **options: Any) -> dict[str, torch.Tensor]:
-    """Loss and gradients of a batch of `rank`."""
+def _train(
+    model_class: type[Any], folder: Path, rank: int, steps: int, **options: Any
+) -> tuple[dict[str, torch.Tensor], list[float]]:
+    """Loss and gradients of a batch of `rank`, and the losses of `steps` over that batch."""
     from transformers.distributed import DistributedConfig
 
     from tests.integrations.test_transformers import _gradients
 
     config = DistributedConfig(ep_size=2, **options)
     model = model_class.from_pretrained(folder, dtype=torch.float32, distributed_config=config).train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.003, foreach=False)
     tokens = torch.randint(3, 64, (1, 8 + 4 * rank), generator=torch.Generator().manual_seed(rank))
-    torch.manual_seed(0)
-    output = model(input_ids=tokens)[0]  # logits, or hidden states
-    loss = torch.nn.functional.cross_entropy(output.flatten(0, 1), tokens.flatten() % output.size(-1))
-    loss.backward()
-    gradients = {name: tensor for name, tensor in _gradients(model).items() if tensor is not None}
-    return {"loss": loss.detach(), **gradients}
+    first: dict[str, torch.Tensor] = {}
+    losses = []
+    for step in range(steps):
+        torch.manual_seed(step)
+        output = model(input_ids=tokens)[0]  # logits, or hidden states
+        loss = torch.nn.functional.cross_entropy(output.flatten(0, 1), tokens.flatten() % output.size(-1))
+        loss.backward()
+        if not first:
+            gradients = {name: tensor for name, tensor in _gradients(model).items() if tensor is not None}
+            first = {"loss": loss.detach(), **gradients}
+        losses.append(float(loss.detach()))
+        optimizer.step()
+        optimizer.zero_grad()
+    return first, losses

@@ -1,4 +1,4 @@
-"""Which families of transformers ep_plugin serves: loss and gradients of a step are those of its own exchange.
+"""Which families of transformers ep_plugin serves: losses, and gradients of a step, are those of its own exchange.
 
 ``python -m tests.integrations.test_families --write`` writes the table in docs/transformers.md.
 """
@@ -28,12 +28,15 @@ MOST_USED = [
     "hunyuan_v1_moe", "jamba", "minimax", "minimax_m2", "mixtral", "olmoe", "phimoe", "qwen2_moe", "qwen3_5_moe",
     "qwen3_moe", "qwen3_next",
 ]  # fmt: skip
-TRIED = [name for name, has_plan in families().items() if has_plan] if os.environ.get("EP_TEST_LONG") else MOST_USED
+LONG = bool(os.environ.get("EP_TEST_LONG"))
+TRIED, STEPS = ([name for name, has_plan in families().items() if has_plan], 10) if LONG else (MOST_USED, 2)
 
 
 def found_on_ranks(*names: str) -> list[dict[str, Any]]:
+    limit_s = 1200 if LONG else 280
     with tempfile.TemporaryDirectory() as folder:
-        return values(run_ranks(2, compare, names, Path(folder), timeout_s=280, env={"HF_HUB_OFFLINE": "1"}))
+        given = names, Path(folder), STEPS
+        return values(run_ranks(2, compare, *given, timeout_s=limit_s, env={"HF_HUB_OFFLINE": "1"}))
 
 
 def check(results: list[dict[str, Any]], name: str) -> None:
@@ -42,7 +45,7 @@ def check(results: list[dict[str, Any]], name: str) -> None:
     of_ranks = [one[name] for one in results if "error" not in one[name]]
     assert not of_ranks or max(found["gradient"] for found in of_ranks) > 1e-5, f"{name}: experts have no gradients"
     for rank, found in enumerate(of_ranks):
-        assert found["dispatches"] > 0 and found["loss"] <= 1e-6, (name, found)
+        assert found["dispatches"] > 0 and found["loss"] <= 1e-6 and found["losses"] <= 1e-4, (name, found)
         assert found["difference"] <= LIMIT, f"{name}, rank {rank}: {found['tensor']} differs by {found['difference']}"
 
 
