@@ -18,8 +18,8 @@ $(VENV)/requirements.stamp: requirements/dev.txt requirements/constraints.txt re
 	@test -x $(PY) || test -n "$(PYTHON)" || \
 		{ echo "make: expected Python 3.11 to 3.13, found $$(python3 --version 2>&1); set PYTHON=" >&2; exit 1; }
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install --quiet --disable-pip-version-check --no-compile -r requirements/dev.txt
-	$(PY) -m pip install --quiet --disable-pip-version-check --no-compile --no-deps -r requirements/no-deps.txt
+	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements/dev.txt
+	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/no-deps.txt
 	touch $@
 
 # Editable: Python files take effect as they are, and `build` brings _C up to date.
