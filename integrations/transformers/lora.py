@@ -45,7 +45,10 @@ def _wait_for_peft() -> None:
 
 
 def _replace() -> None:
-    wrapper_type = sys.modules[_MODULE].ParamWrapper
+    """Replaces PEFT's method, which is private. A PEFT without it, or without what is used here, stays as it is."""
+    wrapper_type: Any = getattr(sys.modules[_MODULE], "ParamWrapper", None)
+    if not all(hasattr(wrapper_type, name) for name in ("_activate_lora", "get_param", "get_delta_factors")):
+        return
     stock = wrapper_type._activate_lora
 
     @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -94,3 +95,16 @@ def test_each_rank_adapts_its_own_experts_and_refuses_others() -> None:
         assert found["flat"].startswith("LoRA on experts: expected a parameter of three dimensions, sharded over")
         assert "(4, 5)" in found["flat"]
         assert found["tp"] == "LoRA on experts: expected tp_size 1, got 2"
+
+
+@pytest.mark.parametrize("missing", ["ParamWrapper", "_activate_lora", "get_param", "get_delta_factors"])
+def test_another_peft_stays_as_it_is(monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
+    from ep_plugin.integrations.transformers import lora
+
+    names = {"_activate_lora", "get_param", "get_delta_factors"} - {missing}
+    wrapper_type = type("ParamWrapper", (), dict.fromkeys(names))
+    before = dict(vars(wrapper_type))
+    given = {} if missing == "ParamWrapper" else {"ParamWrapper": wrapper_type}
+    monkeypatch.setitem(sys.modules, lora._MODULE, SimpleNamespace(**given))  # type: ignore[arg-type]
+    lora._replace()
+    assert dict(vars(wrapper_type)) == before
