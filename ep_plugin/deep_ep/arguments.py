@@ -36,7 +36,8 @@ def check_of_forks(call: str, given: dict[str, object]) -> None:
         if name not in _OF_FORKS:
             raise TypeError(f"{call}() got an unexpected keyword argument {name!r}")
         if _OF_FORKS[name] and value is not None and value is not False:
-            raise NotSupported(f"{call}({name}=...): expected None or False, got {name} set; {_OF_FORKS[name]}")
+            got = value if isinstance(value, bool) else type(value).__name__
+            raise NotSupported(f"{call}({name}=...): expected None or False, got {got}; {_OF_FORKS[name]}")
 
 
 def rows_of(x: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
