@@ -1,4 +1,4 @@
-"""TRL and PEFT train through ep_plugin as without it, adapters of experts, too. What they refuse is refused without it.
+"""TRL and PEFT train and refuse with ep_plugin as without it. Adapters of experts train with ep_plugin alone.
 
 `make test-huggingface` runs it, in an environment that has both.
 """
