@@ -204,12 +204,6 @@ class DispatchSendArgs(_Struct):
     element: int = ...
     stream: int = ...
 
-class WaitForSenderArgs(_Struct):
-    comm: Comm = ...
-    step: int = ...
-    fresh: int = ...
-    stream: int = ...
-
 class DispatchRecvArgs(_Struct):
     comm: Comm = ...
     routing: Routing = ...
@@ -651,15 +645,7 @@ class HighThroughput:
     def set_kernels(self, kernels: object, /) -> None:
         """Takes the kernels of a module of _C, or functions of Python with their names."""
 
-    def set_streams(
-        self,
-        send: int,
-        receive: int,
-        functions: object,
-        sending: StreamOrder | None,
-        receiving: StreamOrder | None,
-        /,
-    ) -> None:
+    def set_streams(self, own: int, functions: object, order: StreamOrder | None, /) -> None:
         """functions: None, or an object whose caller(), order_after() and take() know the streams. sending, receiving:
         their orders on GPUs."""
 
@@ -702,11 +688,8 @@ class HighThroughput:
         """Makes an operation from the arguments of `dispatch_operator`'s function."""
 
     def new_combine(self, *given: Any) -> Combine: ...
-    def take_sms(self, sms: tuple[int, int], /) -> None:
-        """Orders the send stream for notify and a sending kernel, before the first kernel of an operation."""
-
-    def take_receiving_sms(self, sms: tuple[int, int], /) -> None:
-        """Orders the receive stream for a receiving kernel."""
+    def enter(self, stream: int, sms: tuple[int, int], /) -> None:
+        """Orders a stream for the kernels of an operation that send and receive, before the first of them."""
 
     def room_for(self, pool: int, nbytes: int, /) -> int: ...
     def reserve(self, pool: int, nbytes: int, /) -> None: ...
@@ -732,11 +715,15 @@ class HighThroughputOperation:
         """Whether Python has checked a call like this one. Only then may it start."""
     shares_memory: bool
     """Whether small results may be views of one block."""
-    def start(self, recorder: Callable[[Tensor, Tensor], None], /) -> None:
-        """Enqueues what sends. recorder: called with a handle's plan and topk_ids if this half can be recorded."""
+    def start(self) -> None:
+        """Enqueues what sends, on the own stream."""
 
     def finish(self, recorder: Callable[[Tensor, Tensor], None], /) -> None:
-        """Enqueues what receives."""
+        """Enqueues what receives. recorder: called with a handle's plan and topk_ids, once the caller's stream may read
+        them."""
+
+    def whole(self, recorder: Callable[[Tensor, Tensor], None], /) -> None:
+        """Does both, on the caller's stream."""
 
     def results(self) -> tuple[Tensor | None, ...]: ...
     def tensors(self) -> tuple[Tensor | None, ...]:
@@ -902,7 +889,6 @@ class _Kernels:
     def plan(self, args: PlanArgs) -> None: ...
     def notify(self, args: NotifyArgs) -> None: ...
     def dispatch_send(self, args: DispatchSendArgs) -> None: ...
-    def wait_for_sender(self, args: WaitForSenderArgs) -> None: ...
     def dispatch_recv(self, args: DispatchRecvArgs) -> None: ...
     def combine_send(self, args: CombineSendArgs) -> None: ...
     def combine_recv(self, args: CombineRecvArgs) -> None: ...

@@ -19,7 +19,7 @@ from ep_plugin.errors import CaptureRefused
 from ep_plugin.runtime.base import running
 from ep_plugin.runtime.faults import disagreement
 from ep_plugin.runtime.group import GroupEngine
-from ep_plugin.runtime.streams import CallerStreams, Streams, kernels_for
+from ep_plugin.runtime.streams import CudaStreams, Streams, kernels_for
 from ep_plugin.transport import open_memory, transport_for
 from ep_plugin.transport.exchange import Exchange
 from ep_plugin.transport.peer import PeerBuffer
@@ -66,7 +66,7 @@ class CollectiveEngine(GroupEngine):
 
     def _construct_node(self, group: dist.ProcessGroup) -> None:
         device, within = self.device, self.within
-        self.streams = Streams() if device.type == "cpu" else CallerStreams(device)
+        self.streams = Streams() if device.type == "cpu" else CudaStreams(device)
         self.memory = self._own(open_memory(within, device))
         self.control = take_set(group, within, self.memory)
         self._resources.callback(self.control.close)

@@ -28,7 +28,7 @@ from ep_plugin.runtime.base import running
 from ep_plugin.runtime.faults import disagreement
 from ep_plugin.runtime.group import GroupEngine
 from ep_plugin.runtime.sms import budget_of
-from ep_plugin.runtime.streams import CallerStreams, Streams, kernels_for, on_device
+from ep_plugin.runtime.streams import CudaStreams, Streams, kernels_for, on_device
 from ep_plugin.transport import open_memory, transport_for
 from ep_plugin.transport.exchange import Exchange
 
@@ -184,7 +184,7 @@ class MessageEngine(GroupEngine):
         self.comm = self._comm_struct(block.ptrs, num_experts=self.node_size, plain=plain)
         queue: _C.MessageQueue
         if by_kernels:
-            self.streams = CallerStreams(self.device)
+            self.streams = CudaStreams(self.device)
             queue = _C.GpuMessages(self.comm, self.boards.address, budget_of(self.device), self.device.index)
         else:
             self.streams = Streams()

@@ -115,7 +115,7 @@ def skew_of(tokens: torch.Tensor) -> float:
 
 
 class Sums:
-    """Adds up int32 counts of operations, by key. It runs on the stream of their sending kernels, the *send stream*.
+    """Adds up int32 counts of operations, by key. It runs on the caller's stream, after each operation.
 
     kernels: the kernels of the communicator's device.
     """
@@ -133,7 +133,7 @@ class Sums:
     def add(self, key: Hashable, counts: torch.Tensor) -> None:
         """Adds `counts` to the sums of `key`. All counts of a key have one shape.
 
-        counts: int32 ``[N, C]`` with contiguous rows. It must be ready on the send stream, which reads it.
+        counts: int32 ``[N, C]`` with contiguous rows. It must be ready on the caller's stream, which reads it.
         """
         args = self._args.get(key)
         if args is None:
@@ -146,36 +146,31 @@ class Sums:
                 )
                 return
             args = self._args[key] = self._begin(key, counts)
-        args.counts, args.stream = counts.data_ptr(), self._streams.send or self._streams.caller()
+        args.counts, args.stream = counts.data_ptr(), self._streams.caller()
         self._kernels.add_counts(args)
         self.counts[key] += 1
 
     def add_made(self, key: Hashable, make: Callable[[], torch.Tensor]) -> None:
-        """Adds one number, int32 ``[]``, which `make` computes on the send stream."""
-        with self._streams.on(self._streams.send):
-            made = make().view(1, 1)
-        self.add(key, made)
+        """Adds one number, int32 ``[]``, which `make` computes."""
+        self.add(key, make().view(1, 1))
 
     def read(self, waited: Callable[[], torch.Tensor]) -> tuple[dict[Any, torch.Tensor], torch.Tensor]:
-        """Returns the sums, int64, and the result of `waited`: copies in host memory, made on the send stream."""
+        """Returns the sums, int64, and the result of `waited`: copies in host memory."""
         self._enter("read")
-        with self._streams.on(self._streams.send):
-            return {key: total.to("cpu", copy=True) for key, total in self._sums.items()}, waited().to("cpu", copy=True)
+        return {key: total.to("cpu", copy=True) for key, total in self._sums.items()}, waited().to("cpu", copy=True)
 
     def reset(self, waited: Callable[[], Any]) -> None:
-        """Sets all sums to zero, and calls `waited` on the send stream. Keeps the memory, since captured graphs add to
-        it."""
+        """Sets all sums to zero, and calls `waited`. Keeps the memory, since captured graphs add to it."""
         self._enter("reset")
-        with self._streams.on(self._streams.send):
-            for total in self._sums.values():
-                total.zero_()
-            waited()
+        for total in self._sums.values():
+            total.zero_()
+        waited()
         self.counts.clear()
 
     def _begin(self, key: Hashable, counts: torch.Tensor) -> Any:
         """Makes the sums of a key. Returns the kernel's arguments without the counts."""
         rows, columns = counts.shape
-        with torch.inference_mode(False), self._streams.on(self._streams.send):  # they outlive the caller's mode
+        with torch.inference_mode(False):  # they outlive the caller's mode
             sums = self._sums[key] = torch.zeros(rows, columns, dtype=torch.int64, device=counts.device)
         return _C.AddCountsArgs(
             sums=sums.data_ptr(),
@@ -185,11 +180,9 @@ class Sums:
         )
 
     def _enter(self, what: str) -> None:
-        """Returns a context on the send stream, after all operations, also of graphs that the caller's stream has
-        replayed."""
+        """Orders the caller's stream after all operations."""
         if self._streams.capturing():
             raise CaptureRefused(
                 f"{self._name}: expected statistics to be {what} outside of the capture of a CUDA graph, got it in one"
             )
         self._streams.enter()
-        self._streams.order_after(self._streams.send, self._streams.caller())

@@ -260,9 +260,8 @@ class GroupEngine(BaseEngine):
 
     def settle(self) -> None:
         try:
-            for stream in (self.streams.send, self.streams.receive):
-                with self.streams.on(stream):  # memory was made on it, too
-                    self.rails.settle()
+            with self.streams.on_own():  # memory was made on it, too
+                self.rails.settle()
         finally:
             super().settle()
 

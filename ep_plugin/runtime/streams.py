@@ -1,13 +1,13 @@
 """The streams of a communicator's kernels, and their order. A stream is a raw handle (int), which kernels take.
 
 - `Streams` serves CPUs. A kernel is done when its launch returns, so nothing needs ordering.
-- `HighThroughputStreams` serves dispatch and combine on GPUs. All communicators share one send and one receive stream
-  per device, so at most one sending and one receiving kernel are resident. The send stream has the higher priority. The
-  code that enqueues a kernel keeps its memory alive until `join`. If `join` may come on another stream, or never, it
-  calls `record`. Otherwise the allocator would reuse memory that kernels still use.
-- `CallerStreams` serves collectives and low latency on GPUs. Kernels run on the caller's streams, in the order of the
-  calls. Low-latency kernels take all SMs, so all communicators of a device share one order. Messages run on streams of
-  their own, which csrc/control/gpu_messages.h orders after the caller's.
+- `CudaStreams` serves GPUs. Kernels run on the caller's streams, in the order of the calls. Each collective has an
+  order of its own. All high-throughput communicators of a device share one, and so do all low-latency communicators,
+  whose kernels take all SMs. Messages run on streams of their own, which csrc/control/gpu_messages.h orders after the
+  caller's.
+- Dispatch and combine run on the *own* stream while they are in flight, and over nodes. It has a higher priority than
+  the caller's. The code that enqueues a kernel there keeps its memory alive until `join`. If `join` may come on another
+  stream, or never, it calls `record`. Otherwise the allocator would reuse memory that kernels still use.
 
 Every kernel that waits for peers enters a `_C.StreamOrder` before it is enqueued. These orders share the SMs of the
 device: a kernel runs beside others only if it fits (csrc/control/stream_order.h).
@@ -33,9 +33,8 @@ _SAME_DEVICE = contextlib.nullcontext()
 class Streams:
     """The order of one communicator's kernels. This class serves CPUs."""
 
-    send = receive = 0
-    orders: tuple[Any, Any] = None, None
-    """The _C.StreamOrder of `send` and of `receive`; None on CPUs."""
+    own = 0
+    """The own stream."""
     order: Any = None
     """The _C.StreamOrder of `enter`; None on CPUs."""
 
@@ -46,8 +45,8 @@ class Streams:
     def order_after(self, stream: int, *earlier: int) -> None:
         """Orders later work on `stream` after the work that is now enqueued on the `earlier` streams."""
 
-    def on(self, stream: int) -> contextlib.AbstractContextManager[Any]:
-        """Makes torch's operations in the block run on `send` or `receive`, with memory made for that stream.
+    def on_own(self) -> contextlib.AbstractContextManager[Any]:
+        """Makes torch's operations in the block run on the own stream, with memory made for it.
 
         The block may launch no kernels of ours.
         """
@@ -58,7 +57,7 @@ class Streams:
         return tensor, lambda: True
 
     def join(self) -> None:
-        """Orders the caller's stream after all enqueued kernels."""
+        """Orders the caller's stream after all earlier operations."""
 
     def record(self, *tensors: torch.Tensor | None) -> None:
         """Keeps the freed memory of `tensors` unused until the kernels that are enqueued when it is freed are done."""
@@ -81,36 +80,37 @@ class Streams:
         """Returns the caller's stream, ordered after all earlier operations, for a kernel that waits on `sms` SMs."""
         return 0
 
-    def take(self, stream: int, sms: int, needed: int) -> None:
-        """Orders `send` or `receive` for a kernel that waits on at most `sms` SMs, and that ends if it has `needed`."""
-
     @property
     def usable_sms(self) -> int:
         """The SMs that one kernel may have."""
         return 2**31 - 1
 
 
-class HighThroughputStreams(Streams):
-    """One stream for sending kernels and one for receiving kernels, beside the caller's stream."""
+class CudaStreams(Streams):
+    """The caller's streams, on which operations run in the order of the calls, and a stream beside them."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._index = device, device.index
-        self._send = torch.cuda.Stream(device, priority=-1)
-        self._receive = torch.cuda.Stream(device, priority=0)
-        self.send: int = self._send.cuda_stream
-        self.receive: int = self._receive.cuda_stream
-        budget = budget_of(device)
-        self.orders = _C.StreamOrder(budget), _C.StreamOrder(budget)
+        self._device = device
+        self.order = _C.StreamOrder(budget_of(device))
+
+    @functools.cached_property
+    def _own(self) -> torch.cuda.Stream:
+        return torch.cuda.Stream(self._device, priority=-1)
+
+    @property
+    def own(self) -> int:  # type: ignore[override]
+        stream: int = self._own.cuda_stream
+        return stream
 
     def caller(self) -> int:
         return current_stream(self._device)
 
     def order_after(self, stream: int, *earlier: int) -> None:
         for one in earlier:
-            _C.order_streams(stream, one, self._index)
+            _C.order_streams(stream, one, self._device.index)
 
-    def on(self, stream: int) -> contextlib.AbstractContextManager[Any]:
-        return on_stream(self._send if stream == self.send else self._receive)
+    def on_own(self) -> contextlib.AbstractContextManager[Any]:
+        return on_stream(self._own)
 
     def to_host(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], bool]]:
         copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
@@ -120,50 +120,31 @@ class HighThroughputStreams(Streams):
         return copy, over.query
 
     def join(self) -> None:
-        self.order_after(self.caller(), self.send, self.receive)
+        self.enter()
 
     def record(self, *tensors: torch.Tensor | None) -> None:
-        record_stream(self._send, tensors)
-        record_stream(self._receive, tensors)
+        record_stream(self._own, tensors)
 
     def record_caller(self, *tensors: torch.Tensor | None) -> None:
         record_stream(caller_stream(self._device), tensors)
 
     def drain(self) -> None:
-        self._send.synchronize()
-        self._receive.synchronize()
-
-    def capturing(self) -> int:
-        return _C.stream_capture(self.caller(), self._index)
-
-
-class CallerStreams(Streams):
-    """The caller's streams. Operations run in the order of the calls, even on different streams."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self.order = _C.StreamOrder(budget_of(device))
-
-    def caller(self) -> int:
-        return current_stream(self._device)
-
-    def drain(self) -> None:
         torch.cuda.synchronize(self._device)
 
     def capturing(self) -> int:
-        return _C.stream_capture(current_stream(self._device), self._device.index)
+        return _C.stream_capture(self.caller(), self._device.index)
 
     def follow(self, earlier: int | None) -> int:
         """Orders as Streams does, if both are in one capture of a CUDA graph or in none. Others cannot be ordered."""
-        current = current_stream(self._device)
+        current = self.caller()
         if earlier is None or earlier == current:
             return current
         if self.capturing() == _C.stream_capture(earlier, self._device.index):
-            _C.order_streams(current, earlier, self._device.index)
+            self.order_after(current, earlier)
         return current
 
     def enter(self, sms: int = 0) -> int:
-        entered: int = self.order.enter(current_stream(self._device), sms)
+        entered: int = self.order.enter(self.caller(), sms)
         return entered
 
     @property
@@ -175,13 +156,13 @@ class CallerStreams(Streams):
 @functools.cache
 def high_throughput_streams(device: torch.device) -> Streams:
     """The streams of dispatch and combine on `device`, which all communicators of the process share."""
-    return Streams() if device.type == "cpu" else HighThroughputStreams(device)
+    return Streams() if device.type == "cpu" else CudaStreams(device)
 
 
 @functools.cache
 def low_latency_streams(device: torch.device) -> Streams:
     """The streams of low-latency operations on `device`, which all communicators of the process share."""
-    return Streams() if device.type == "cpu" else CallerStreams(device)
+    return Streams() if device.type == "cpu" else CudaStreams(device)
 
 
 def record_stream(stream: torch.cuda.Stream, values: Any) -> None:

@@ -19,7 +19,7 @@ from ep_plugin.collectives.backends import paths
 from ep_plugin.collectives.backends.paths import gather_sms, scatter_sms
 from ep_plugin.errors import CaptureRefused, CommunicatorClosed
 from ep_plugin.runtime import streams as runtime_streams
-from ep_plugin.runtime.streams import CallerStreams
+from ep_plugin.runtime.streams import CudaStreams
 from tests.collectives.collective_cases import BF16, FP32, gathered_by_gloo, poisoned, reduced, same_bits, shard
 from tests.gpu_stand_in import as_on_gpus
 from tests.ranks import run_ranks, values
@@ -246,7 +246,7 @@ def test_streams_of_one_graph_follow_each_other(
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: now, raising=False)
     monkeypatch.setattr(_C, "order_streams", lambda *given: waited.append(given), raising=False)
     monkeypatch.setattr(runtime_streams, "budget_of", lambda _: _C.SmBudget(0, 132))
-    streams = CallerStreams(torch.device("cuda", 0))
+    streams = CudaStreams(torch.device("cuda", 0))
     assert streams.follow(before) == now and waited == ([(now, before, 0)] if waits else [])
     assert streams.follow(now) == now and len(waited) == waits
 

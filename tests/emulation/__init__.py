@@ -30,7 +30,6 @@ KERNELS = [
     "plan",
     "notify",
     "dispatch_send",
-    "wait_for_sender",
     "dispatch_recv",
     "combine_send",
     "combine_recv",
@@ -59,30 +58,40 @@ class _Keeping(TorchDispatchMode):
 
 
 class EmulatedStreams(Streams):
-    """A send and a receive stream beside the caller's. A stream that must wait for another one waits on the host."""
+    """The caller's stream and the own one. A stream that must wait for another one waits on the host, and so does the
+    caller at the end of an operation."""
 
-    send, receive = 1, 2
+    own, _caller = 1, 2
 
     def __init__(self, module: ModuleType) -> None:
         self._synchronize = module.synchronize
         self._kept: list[Any] = []
 
+    def caller(self) -> int:
+        return self._caller
+
     def order_after(self, stream: int, *earlier: int) -> None:
         for one in earlier:
-            if one != self.caller():
-                self._synchronize(one)
-        if self.receive in earlier:
-            self._kept.clear()
+            self._synchronize(one)
+
+    def enter(self, sms: int = 0) -> int:
+        self.join()
+        return self.caller()
+
+    def enter_on(self, stream: int, sms: int, needed: int) -> None:
+        if sms == 0:
+            self.join()
 
     @contextlib.contextmanager
-    def on(self, stream: int) -> Iterator[None]:
+    def on_own(self) -> Iterator[None]:
         """torch's operations run on the host, when the stream has come so far. Kernels may use what they make."""
-        self._synchronize(stream)
+        self._synchronize(self.own)
         with _Keeping(self._kept):
             yield
 
     def join(self) -> None:
-        self.order_after(self.caller(), self.send, self.receive)
+        self.order_after(self.caller(), self.own, self.caller())
+        self._kept.clear()
 
     def drain(self) -> None:
         self.join()
@@ -97,7 +106,7 @@ class EmulatedLanes(Streams):
     What the caller's stream has is done. A mark is a number of kernels of a stream.
     """
 
-    _numbers = itertools.count(3)
+    _numbers = itertools.count(3)  # after those of EmulatedStreams
 
     def __init__(self, module: ModuleType) -> None:
         self._module = module
@@ -174,6 +183,6 @@ def _serve_messages(module: ModuleType) -> None:
         made.append(EmulatedLanes(module))
         return made[-1]
 
-    messages.CallerStreams = lanes  # type: ignore[assignment,misc]
+    messages.CudaStreams = lanes  # type: ignore[assignment,misc]
     messages.budget_of = lambda device: _C.SmBudget(0, 2**20, lambda *_: 0, lambda *_: None)
     _C.GpuMessages = lambda comm, board, budget, _: gpu_messages(comm, board, budget, 0, calls=made[-1])  # type: ignore[assignment,misc]

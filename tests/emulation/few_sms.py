@@ -39,8 +39,7 @@ class FewSms(EmulatedStreams):
     def __init__(self, module: ModuleType, budget: _C.SmBudget) -> None:
         super().__init__(module)
         self.current, self._module, self._budget = FIRST, module, budget
-        self._orders = {stream: _C.StreamOrder(budget) for stream in (self.send, self.receive)}
-        self.order = _C.StreamOrder(budget)
+        self._throughput, self.order = _C.StreamOrder(budget), _C.StreamOrder(budget)
 
     def caller(self) -> int:
         return self.current
@@ -49,8 +48,8 @@ class FewSms(EmulatedStreams):
         for one in earlier:
             self._module.order(stream, one)
 
-    def take(self, stream: int, sms: int, needed: int) -> None:
-        self._orders[stream].enter(stream, sms, needed)
+    def enter_on(self, stream: int, sms: int, needed: int) -> None:
+        self._throughput.enter(stream, sms, needed)
 
     def enter(self, sms: int = 0) -> int:
         entered: int = self.order.enter(self.current, sms)
@@ -69,7 +68,7 @@ class FewSms(EmulatedStreams):
         return streams
 
     def drain(self) -> None:
-        for stream in (FIRST, SECOND, self.send, self.receive):
+        for stream in (FIRST, SECOND, self.own):
             self._synchronize(stream)
 
 

@@ -29,7 +29,6 @@ PYBIND11_MODULE(_simt, m) {
   bind(m, "plan", table.plan);
   bind(m, "notify", table.notify);
   bind(m, "dispatch_send", table.dispatch_send);
-  bind(m, "wait_for_sender", table.wait_for_sender);
   bind(m, "dispatch_recv", table.dispatch_recv);
   bind(m, "combine_send", table.combine_send);
   bind(m, "combine_recv", table.combine_recv);

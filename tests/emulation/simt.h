@@ -6,7 +6,7 @@
 // rules allow, chosen at random, so a stage that is read or filled too early holds wrong bytes. Fibers take turns in a
 // changing order, so a lane finds what another has written only after they have synchronised.
 // Not checked: memory order. CPUs order more than GPUs do, so a missing fence goes unnoticed. Unless limit_sms() is
-// called, all kernels can run at the same time, so a missing ep_wait_for_sender goes unnoticed, too. Static shared
+// called, all kernels can run at the same time, so a receive that starts too early goes unnoticed, too. Static shared
 // memory mostly starts as zeros. Two barriers of one kind count as the same. Fibers are not preempted, so a fiber that
 // loops without waiting never ends.
 #pragma once

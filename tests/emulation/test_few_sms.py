@@ -44,8 +44,7 @@ def _against_each_other(rank: int, size: int, budgeted: int) -> list[str]:
     streams.current = few_sms.FIRST
     _dispatch(throughput, inputs, kept)
     if rank == 0:
-        # Notify and the sending kernel wait for rank 1, and the receive stream waits for them.
-        few_sms.until(lambda: device.resident(streams.send) >= 2 and device.resident(streams.receive) >= 1)
+        few_sms.until(lambda: device.resident(few_sms.FIRST) >= 2)  # notify and the sending kernel wait for rank 1
     streams.current = few_sms.SECOND
     _dispatch(latency, inputs, kept)
     if rank == 1:

@@ -132,7 +132,7 @@ def die_at_gate(comm: MoECommunicator) -> None:
 
 def replace_kernels(comm: MoECommunicator, **functions: Callable[[Any], None]) -> None:
     """Makes the communicator run `functions` in place of the kernels with their names."""
-    names = "plan", "notify", "dispatch_send", "wait_for_sender", "dispatch_recv", "combine_send", "combine_recv"
+    names = "plan", "notify", "dispatch_send", "dispatch_recv", "combine_send", "combine_recv"
     comm.engine.kernels = SimpleNamespace(**{name: getattr(_C.cpu, name) for name in names} | functions)
 
 

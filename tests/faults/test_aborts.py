@@ -35,7 +35,7 @@ def _failing_dispatch(comm: Any, x: Any, ids: Any, weights: Any) -> None:
 
 def _failing_combine(comm: Any, x: Any, ids: Any, weights: Any) -> None:
     out, handle = comm.dispatch(x, ids, weights)
-    replace_kernels(comm, wait_for_sender=_no_memory)
+    replace_kernels(comm, combine_recv=_no_memory)
     comm.combine(out.tokens, handle)
 
 

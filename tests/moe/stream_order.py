@@ -23,8 +23,8 @@ from ep_plugin.moe.across_nodes.nodes import Nodes
 from ep_plugin.runtime.streams import Streams
 from ep_plugin.transport.rail import Rail, RailMessage
 
-CALLER, SEND, RECEIVE, RAIL = 0, 1, 2, 3
-NAMES = {CALLER: "caller", SEND: "send", RECEIVE: "receive", RAIL: "rail"}
+CALLER, OWN, RAIL = 0, 1, 2
+NAMES = {CALLER: "caller", OWN: "own", RAIL: "rail"}
 Clock = dict[int, int]
 
 
@@ -81,18 +81,18 @@ class Log:
         assert not late, f"{late[0].by} on the {NAMES[late[0].stream]} stream may not be over"
 
     def check_made(self) -> None:
-        """Memory that torch has made on the send stream is used there and by rails alone."""
+        """Memory that torch has made on the own stream is used there and by rails alone."""
         for access in self.accesses:
             for begin, (nbytes, stream) in self.made_on.items():
-                if stream == SEND and access.begin < begin + nbytes and begin < access.end:
-                    assert access.stream in (SEND, RAIL), f"{access.by} uses memory of the send stream"
+                if stream == OWN and access.begin < begin + nbytes and begin < access.end:
+                    assert access.stream in (OWN, RAIL), f"{access.by} uses memory of the own stream"
 
     def order(self, kind: str, name: str = "") -> list[int]:
         return [at for at, event in enumerate(self.events) if event[0] == kind and event[1].startswith(name)]
 
 
 class RecordingStreams(Streams):
-    send, receive = SEND, RECEIVE
+    own = OWN
 
     def __init__(self, log: Log) -> None:
         self.log, self.captured = log, 0
@@ -105,11 +105,14 @@ class RecordingStreams(Streams):
             self.log.merge(stream, self.log.clocks[one])
 
     def join(self) -> None:
-        self.order_after(CALLER, SEND, RECEIVE)
+        self.order_after(CALLER, OWN)
+
+    def enter_on(self, stream: int, sms: int, needed: int) -> None:
+        self.order_after(stream, OWN)
 
     @contextlib.contextmanager
-    def on(self, stream: int) -> Iterator[None]:
-        before, self.log.current = self.log.current, stream
+    def on_own(self) -> Iterator[None]:
+        before, self.log.current = self.log.current, OWN
         try:
             yield
         finally:
@@ -267,7 +270,7 @@ def _accesses(name: str, a: Any, layout: Any) -> Iterator[tuple[int, int, bool]]
         for row in range(a.num_rows):
             yield a.counts + 4 * row * a.row_stride, 4 * a.num_columns, False
         yield a.sums, 8 * a.num_rows * a.num_columns, True
-    elif name != "wait_for_sender":
+    else:
         yield from _accesses_of_segment(name, a, layout)
 
 

@@ -313,38 +313,58 @@ def test_a_capture_has_both_ends_of_an_operation_or_none(other: int) -> None:
     on_ranks(2, _across_a_capture, other)
 
 
-class _CountingStreams(Streams):
-    """Streams with their own handles. They count how often each is ordered after the other."""
+class _Recording(Streams):
+    """Streams with their own handles. events: what is ordered, and on which stream each kernel is launched."""
 
-    send, receive = 1, 2
+    own = 9
 
-    def __init__(self) -> None:
-        self.met = [0, 0]
+    def __init__(self, kernels: Any) -> None:
+        self.current, self.events, self._kernels = 1, list[Any](), kernels
+
+    def caller(self) -> int:
+        return self.current
 
     def order_after(self, stream: int, *earlier: int) -> None:
-        if stream and earlier != (0,):
-            self.met[stream - 1] += 1
+        self.events.append((stream, "after", *earlier))
+
+    def enter_on(self, stream: int, sms: int, needed: int) -> None:
+        self.events.append((stream, "enters" if sms > 0 else "joins"))
+
+    def __getattr__(self, name: str) -> Any:
+        def launch(*args: Any) -> None:
+            self.events.append((args[0].stream, name))
+            getattr(self._kernels, name)(*args)
+
+        return launch
+
+    def taken(self) -> list[Any]:
+        events, self.events = self.events, []
+        return events
 
 
-def _changes_streams(rank: int, size: int) -> list[int]:
-    """How often each stream waits for the other while receives move from one to the other and back."""
+def _on_streams(rank: int, size: int) -> None:
+    """Each dispatch is called on stream 1, and waited for on stream 2. Its receive must follow its send directly."""
     inputs = make_inputs(Case(tokens=(20,) * size, num_experts=2 * size))
-    with communicator(inputs.case) as comm:
-        streams = comm.engine.streams = _CountingStreams()
-        for sms in (
-            {},
-            {"dispatch_recv_sms": 8},
-            {"dispatch_recv_sms": 0},
-            {"dispatch_recv_sms": 0, "combine_recv_sms": 0},
-            {"combine_recv_sms": 4},
-        ):
-            comm.set_sms(**sms)
-            round_trip(comm, inputs, inputs.expected(FLAT))
-        return streams.met
+    given = inputs.x[rank], inputs.ids[rank]
+    with communicator(inputs.case, max_tokens_per_rank=20) as comm:
+        streams = comm.engine.streams = comm.engine.kernels = _Recording(comm.engine.kernels)
+        sends = ["enters", "plan", "notify", "dispatch_send"]
+        for _ in range(2):  # by Python, then by C
+            _, handle = comm.dispatch(*given, capacity=200)
+            assert streams.taken() == [(1, what) for what in (*sends, "dispatch_recv", "joins")]
+        out, _ = comm.dispatch(*given, previous_handle=handle, capacity=200)
+        assert streams.taken() == [(1, what) for what in ("enters", "dispatch_send", "dispatch_recv", "joins")]
+        comm.combine(out.tokens, handle)
+        assert streams.taken() == [(1, what) for what in ("enters", "combine_send", "combine_recv", "joins")]
+        work = comm.dispatch_async(*given, capacity=200)
+        assert streams.taken() == [(9, "after", 1), *((9, what) for what in sends)]
+        streams.current = 2
+        work.wait()
+        assert streams.taken() == [(9, "after", 2), (9, "enters"), (9, "dispatch_recv"), (2, "joins")]
 
 
-def test_streams_wait_for_each_other_where_receiving_changes_its_stream() -> None:
-    assert on_ranks(2, _changes_streams) == [[3, 3], [3, 3]]
+def test_operations_run_on_the_callers_stream_and_in_flight_on_their_own() -> None:
+    on_ranks(2, _on_streams)
 
 
 def test_what_is_expected_follows_what_was_seen() -> None:

@@ -75,6 +75,9 @@ class _RecordingStreams(Streams):
     def __init__(self) -> None:
         self.kept: set[int] = set()
 
+    def enter_on(self, stream: int, sms: int, needed: int) -> None:
+        pass
+
     def record(self, *tensors: torch.Tensor | None) -> None:
         self.kept |= {tensor.data_ptr() for tensor in tensors if tensor is not None}
 

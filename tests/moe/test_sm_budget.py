@@ -189,21 +189,22 @@ def test_what_may_run_at_once_fits(seed: int) -> None:
                 assert sum(sizes[one] for one in some) <= SMS, some
 
 
-class _Takes(Streams):
+class _Enters(Streams):
     def __init__(self, events: list[tuple[str, int, int]]) -> None:
         self._events = events
 
-    def take(self, stream: int, sms: int, needed: int) -> None:
-        self._events.append(("take", sms, needed))
+    def enter_on(self, stream: int, sms: int, needed: int) -> None:
+        if sms > 0:
+            self._events.append(("enter", sms, needed))
 
 
 class Launches:
-    """The kernels of a communicator. events: of each launch, and of each call of `Streams.take`, what it was given."""
+    """The kernels of a communicator. events: of each launch, and of each order for kernels, what it was given."""
 
     def __init__(self, engine: Any) -> None:
         self._kernels, self.events = engine.kernels, list[tuple[str, int, int]]()
         engine.kernels = self
-        engine.streams = _Takes(self.events)
+        engine.streams = _Enters(self.events)
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         kernel = getattr(self._kernels, name)
@@ -214,9 +215,9 @@ class Launches:
 
         return launch
 
-    def takes_before(self, at: int) -> list[tuple[int, int]]:
-        """(sms, needed) of each take before an event."""
-        return [event[1:] for event in self.events[:at] if event[0] == "take"]
+    def last_before(self, at: int, end: str) -> tuple[int, int]:
+        """What the last event before number `at` was given whose name ends so."""
+        return next(event[1:] for event in reversed(self.events[:at]) if event[0].endswith(end))
 
 
 def _high_throughput(rank: int, size: int) -> int:
@@ -230,16 +231,13 @@ def _high_throughput(rank: int, size: int) -> int:
             comm.dispatch(inputs.x[rank], inputs.ids[rank], previous_handle=handle)
             comm.combine(out.tokens, handle)
         for at, (name, sms, _) in enumerate(launches.events):
-            takes = launches.takes_before(at)
             if name in ("dispatch", "combine"):
-                assert takes[-1] == (1 + sms, 1 + sms)
-            elif name in ("dispatch_send", "combine_send"):
-                assert (1 + sms, 1) in takes
+                assert launches.last_before(at, "enter") == (1 + sms, 1 + sms)
             elif name in ("dispatch_recv", "combine_recv"):
-                assert takes[-1] == (sms, 1)
+                assert launches.last_before(at, "enter") == (1 + launches.last_before(at, "_send")[0] + sms, 1)
             elif name == "notify":
-                assert takes[-1][0] > 1
-            checked += name != "take"
+                assert launches.last_before(at, "enter")[0] > 1
+            checked += name != "enter"
     return checked
 
 

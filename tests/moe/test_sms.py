@@ -137,7 +137,6 @@ class _Kernels(SimpleNamespace):
         for name in (
             "plan",
             "notify",
-            "wait_for_sender",
             "dispatch_send",
             "dispatch_recv",
             "combine_send",

@@ -90,7 +90,7 @@ def an_engine(node_map: NodeMap) -> Any:
         timeout_s=60.0,
         kernels=SimpleNamespace(pack=lambda args: None),
         dispatch_sms=lambda *sizes: KernelSms(1, 1),
-        take_sms=lambda chosen: None,
+        enter=lambda chosen: None,
     )
 
 

@@ -44,7 +44,7 @@ from ep_plugin.moe.low_latency.dispatch import LowLatencyDispatch
 from ep_plugin.moe.low_latency.engine import Functions, LowLatencyEngine, control_of
 from ep_plugin.moe.low_latency.in_flight import LowLatencyCall
 from ep_plugin.moe.low_latency.load import LowLatencyLoad
-from ep_plugin.runtime.streams import CallerStreams, Streams, kernels_for
+from ep_plugin.runtime.streams import CudaStreams, Streams, kernels_for
 
 PREDICTED, LAUNCH = "predicted", "launch"
 TIMEOUT_S = 20.0
@@ -64,7 +64,7 @@ class Share(LowLatencyEngine):
         self.config_hash = config.agreement_hash() & 0x7FFFFFFF
         self._set_sizes(config)
         self.kernels, self.num_sms = kernels_for(device), sms.for_device(device, ranks)
-        self.streams = Streams() if device.type == "cpu" else CallerStreams(device)
+        self.streams = Streams() if device.type == "cpu" else CudaStreams(device)
         self._outputs, self.lock = deque(maxlen=2), threading.RLock()
         zeros = functools.partial(torch.zeros, dtype=torch.uint8)
         self.state, self.ll_state = zeros(_C.state_bytes, device=device), zeros(_C.ll_state_bytes, device=device)

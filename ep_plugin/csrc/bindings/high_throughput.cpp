@@ -36,14 +36,13 @@ void set_kernels(HighThroughput& engine, const py::object& kernels) {
   control::HighThroughputKernels& to = engine.kernels;
   if (py::isinstance<py::module_>(kernels)) {
     const KernelTable& table = *at<KernelTable>(kernels.attr("table").cast<Address>());
-    to = {table.plan,     table.notify,       table.dispatch_send, table.wait_for_sender, table.dispatch_recv,
+    to = {table.plan,     table.notify,       table.dispatch_send, table.dispatch_recv,
           table.dispatch, table.combine_send, table.combine_recv,  table.combine};
     return;
   }
   assign(to.plan, kernels, "plan");
   assign(to.notify, kernels, "notify");
   assign(to.dispatch_send, kernels, "dispatch_send");
-  assign(to.wait_for_sender, kernels, "wait_for_sender");
   assign(to.dispatch_recv, kernels, "dispatch_recv");
   assign(to.dispatch, kernels, "dispatch");
   assign(to.combine_send, kernels, "combine_send");
@@ -51,11 +50,11 @@ void set_kernels(HighThroughput& engine, const py::object& kernels) {
   assign(to.combine, kernels, "combine");
 }
 
-// Takes the streams of an engine. functions: None, or an object whose methods order them in the place of C.
-void set_streams(HighThroughput& engine, uint64_t send, uint64_t receive, const py::object& functions,
-                 const std::shared_ptr<control::StreamOrder>& sending,
-                 const std::shared_ptr<control::StreamOrder>& receiving) {
-  engine.streams = {send, receive, {}, {}};
+// Takes the streams of an engine. functions: None, or an object whose methods order them in the place of C. order: null
+// if nothing needs ordering.
+void set_streams(HighThroughput& engine, uint64_t own, const py::object& functions,
+                 const std::shared_ptr<control::StreamOrder>& order) {
+  engine.streams = {own, {}, {}};
   engine.caller = {};
   if (!functions.is_none()) {
     engine.caller = [functions] { return functions.attr("caller")().cast<uint64_t>(); };
@@ -63,17 +62,15 @@ void set_streams(HighThroughput& engine, uint64_t send, uint64_t receive, const 
       const py::gil_scoped_acquire held;
       functions.attr("order_after")(later, earlier);
     };
-    engine.streams.take = [functions](uint64_t stream, int sms, int needed) {
+    engine.streams.enter = [functions](uint64_t stream, int sms, int needed) {
       const py::gil_scoped_acquire held;
-      functions.attr("take")(stream, sms, needed);
+      functions.attr("enter_on")(stream, sms, needed);
     };
   } else if (engine.is_on_gpu()) {
     engine.streams.order = [device = engine.device_index](uint64_t later, uint64_t earlier) {
       control::cuda_calls().order_streams(later, earlier, device);
     };
-    engine.streams.take = [=](uint64_t stream, int sms, int needed) {
-      (stream == send ? sending : receiving)->enter(stream, sms, needed);
-    };
+    engine.streams.enter = [order](uint64_t stream, int sms, int needed) { order->enter(stream, sms, needed); };
   }
 }
 
@@ -173,15 +170,9 @@ void bind_engine(py::module_& m) {
       .def("new_dispatch", &made_of<control::DispatchOfOperator>)
       .def("new_combine", &made_of<control::CombineOfOperator>)
       .def(
-          "take_sms",
-          [](const HighThroughput& engine, const std::pair<int, int>& sms) {
-            engine.take_sms({sms.first, sms.second});
-          },
-          py::call_guard<py::gil_scoped_release>())
-      .def(
-          "take_receiving_sms",
-          [](const HighThroughput& engine, const std::pair<int, int>& sms) {
-            engine.take_receiving_sms({sms.first, sms.second});
+          "enter",
+          [](const HighThroughput& engine, uint64_t stream, const std::pair<int, int>& sms) {
+            engine.enter(stream, {sms.first, sms.second});
           },
           py::call_guard<py::gil_scoped_release>())
       .def("room_for", &HighThroughput::room_for)
@@ -206,11 +197,11 @@ void bind_expected(py::module_& m) {
       });
 }
 
-// Runs a half. recorder: what records the operation, if this half enqueues what has to be recorded.
-template <bool (HighThroughputOperation::*half)()>
-void run_half(HighThroughputOperation& operation, const py::object& recorder) {
-  operation.recorder = object_of(recorder);
-  const bool is_done = (operation.*half)();
+// Runs the whole operation, or what is left of it. recorder: records it once all its kernels are enqueued.
+template <bool (HighThroughputOperation::*run)()>
+void run_to_end(HighThroughputOperation& operation, const py::object& recorder) {
+  operation.recorder = Object(kept(recorder));
+  const bool is_done = (operation.*run)();
   operation.recorder = Object();  // it may hold the operation
   require(is_done);
 }
@@ -219,8 +210,9 @@ void bind_operations(py::module_& m) {
   py::class_<HighThroughputOperation, std::shared_ptr<HighThroughputOperation>>(m, "HighThroughputOperation")
       .def_property_readonly("is_known", &HighThroughputOperation::is_known)
       .def_readwrite("shares_memory", &HighThroughputOperation::shares_memory)
-      .def("start", &run_half<&HighThroughputOperation::start>)
-      .def("finish", &run_half<&HighThroughputOperation::finish>)
+      .def("start", [](HighThroughputOperation& operation) { require(operation.start()); })
+      .def("finish", &run_to_end<&HighThroughputOperation::finish>)
+      .def("whole", &run_to_end<&HighThroughputOperation::whole>)
       .def("results", [](const HighThroughputOperation& operation) { return returned(operation.results()); })
       .def("tensors", [](const HighThroughputOperation& operation) { return returned(operation.tensors()); });
   py::class_<Dispatch, HighThroughputOperation, std::shared_ptr<Dispatch>>(m, "Dispatch")

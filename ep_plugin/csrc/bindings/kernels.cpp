@@ -96,7 +96,6 @@ void bind_dispatch_args(py::module_& m) {
   EP_STRUCT(m, NotifyArgs, comm, routing, header, block_counts, ticket, stream);
   EP_STRUCT(m, DispatchSendArgs, comm, routing, header, x, x_stride, scales, scale_stride, weights, num_sms, optimistic,
             quantize, element, stream);
-  EP_STRUCT(m, WaitForSenderArgs, comm, step, fresh, stream);
   EP_STRUCT(m, DispatchRecvArgs, comm, routing, header, tokens, scales, weights, topk_ids, row_expert_ids, expert_count,
             expert_offset, overflow, capacity, num_sms, fresh, optimistic, wide_ids, stream);
 }
@@ -149,7 +148,6 @@ void bind_table(py::module_& m, const char* name, const KernelTable& table) {
   bind_kernel(sub, "plan", table.plan);
   bind_kernel(sub, "notify", table.notify);
   bind_kernel(sub, "dispatch_send", table.dispatch_send);
-  bind_kernel(sub, "wait_for_sender", table.wait_for_sender);
   bind_kernel(sub, "dispatch_recv", table.dispatch_recv);
   bind_kernel(sub, "combine_send", table.combine_send);
   bind_kernel(sub, "combine_recv", table.combine_recv);

@@ -76,7 +76,8 @@ struct NotifyArgs {
 
 // Sends rows and their heads to their slots at the destinations, chunk by chunk. If the pools are too small for the
 // rows of some rank, an optimistic send signals no rows, on all ranks alike; any other send records a fault.
-// On CUDA rows leave while notify waits for peers. They are signalled when notify has the counts of all peers.
+// On CUDA rows leave while notify waits for peers. They are signalled when notify has the counts of all peers. From
+// then on the receive may start, if it is the next kernel in the stream.
 struct DispatchSendArgs {
   Comm comm;
   Routing routing;
@@ -90,17 +91,6 @@ struct DispatchSendArgs {
   int32_t optimistic;  // 1: enqueued before the host knows whether the pools are large enough
   int32_t quantize;    // 1: rows become e4m3 (fp8.h); the kernel computes the scales, and `scales` is 0
   int32_t element;     // type of x if it is quantised: kFloat32, kBFloat16 or kFloat16
-  Address stream;
-};
-
-// Delays `stream`, on which `step` (kDispatchRecv or kCombineRecv) comes next, until all CTAs of this rank's sender
-// run, or have exited because pools must grow. Without it, the receiver could take all SMs, wait there for peers, and
-// keep the sender out. If the routing is `fresh`, it also waits until notify has the counts of all peers. CPU: no
-// effect.
-struct WaitForSenderArgs {
-  Comm comm;
-  int32_t step;
-  int32_t fresh;  // 1: this dispatch computes its routing; 0: it reuses one
   Address stream;
 };
 
@@ -278,12 +268,10 @@ struct KernelTable {
   void (*plan)(const PlanArgs&);
   void (*notify)(const NotifyArgs&);
   void (*dispatch_send)(const DispatchSendArgs&);
-  void (*wait_for_sender)(const WaitForSenderArgs&);
   void (*dispatch_recv)(const DispatchRecvArgs&);
   void (*combine_send)(const CombineSendArgs&);
   void (*combine_recv)(const CombineRecvArgs&);
-  // Sends and receives in one kernel of num_sms SMs, on one stream, without wait_for_sender. Not optimistic. On the CPU
-  // it sends, then receives.
+  // Sends and receives in one kernel of num_sms SMs, on one stream. Not optimistic. On the CPU it sends, then receives.
   void (*dispatch)(const DispatchSendArgs&, const DispatchRecvArgs&);
   void (*combine)(const CombineSendArgs&, const CombineRecvArgs&);
   void (*weight_grad)(const WeightGradArgs&);

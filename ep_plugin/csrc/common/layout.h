@@ -172,8 +172,6 @@ struct State {
   uint64_t epoch[kStateSteps];      // finished operations, by Step - 1; unused for steps that meet no peer
   uint64_t fault;                   // nonzero: every later kernel exits at once
   uint64_t ctas_done[kStateSteps];  // by Step - 1: CTAs of the running kernel that have finished
-  uint64_t started[2];              // by Pool: epoch of the latest sender whose CTAs all run or have exited
-  uint64_t ctas_started[2];         // by Pool: CTAs of the running sender that have started
   uint64_t positions_ready;         // CUDA: epoch of the latest dispatch send whose positions notify has computed
   uint64_t ctas_positioned;         // CUDA: CTAs of the running notify that have computed their positions
   uint64_t counts_ready;            // CUDA: epoch of the latest dispatch for which notify has the counts of all peers

@@ -59,11 +59,10 @@ bool HighThroughput::wait_totals(uint64_t ticket) const {
   return result == kReady || call_owner(overdue);  // which raises
 }
 
-bool HighThroughput::join(bool has_received) const {
+bool HighThroughput::join() const {
   uint64_t caller = 0;
   return current_stream(&caller) && run([&] {
-           order(caller, streams.send);
-           if (has_received) order(caller, streams.receive);
+           if (streams.enter) streams.enter(caller, 0, 0);
          });
 }
 

@@ -16,7 +16,6 @@ struct HighThroughputKernels {
   std::function<void(const PlanArgs&)> plan;
   std::function<void(const NotifyArgs&)> notify;
   std::function<void(const DispatchSendArgs&)> dispatch_send;
-  std::function<void(const WaitForSenderArgs&)> wait_for_sender;
   std::function<void(const DispatchRecvArgs&)> dispatch_recv;
   std::function<void(const DispatchSendArgs&, const DispatchRecvArgs&)> dispatch;
   std::function<void(const CombineSendArgs&)> combine_send;
@@ -24,12 +23,12 @@ struct HighThroughputKernels {
   std::function<void(const CombineSendArgs&, const CombineRecvArgs&)> combine;
 };
 
-// The streams of kernels that send and that receive.
+// The streams of operations.
 struct OperationStreams {
-  uint64_t send = 0, receive = 0;
-  std::function<void(uint64_t later, uint64_t earlier)> order;  // empty: nothing needs ordering
-  // Orders `send` or `receive` as StreamOrder::enter() does. Empty: kernels wait for nobody's SMs.
-  std::function<void(uint64_t stream, int sms, int needed)> take;
+  uint64_t own = 0;  // of operations in flight; others run on the caller's
+  // These are as order_streams() and StreamOrder::enter(). Empty: nothing needs ordering.
+  std::function<void(uint64_t later, uint64_t earlier)> order;
+  std::function<void(uint64_t stream, int sms, int needed)> enter;
 };
 
 // The SMs of an operation's two kernels. receiving = 0: one kernel sends and receives.
@@ -98,16 +97,13 @@ class HighThroughput : public Engine, public std::enable_shared_from_this<HighTh
   bool may_run() const { return !is_busy && !is_recording(); }
   bool is_flat() const { return layout == kFlat; }
   void order(uint64_t later, uint64_t earlier) const {
-    if (streams.order) streams.order(later, earlier);
+    if (streams.order && later != earlier) streams.order(later, earlier);
   }
-  // These order the send stream for notify and the sending kernel, before the first kernel of an operation, and the
-  // receive stream for the receiving kernel, so that they fit beside other kernels that wait.
-  void take_sms(const Sms& sms) const {
-    const int sending = 1 + sms.sending;
-    if (streams.take) streams.take(streams.send, sending, sms.receiving > 0 ? 1 : sending);
-  }
-  void take_receiving_sms(const Sms& sms) const {
-    if (streams.take) streams.take(streams.receive, sms.receiving, 1);
+  // Orders `stream` after the operation before, and so that notify and the kernels that send and receive fit beside
+  // other kernels that wait. CTAs of two kernels need not run at the same time.
+  void enter(uint64_t stream, const Sms& sms) const {
+    const int most = 1 + sms.sending + sms.receiving;
+    if (streams.enter) streams.enter(stream, most, sms.receiving > 0 ? 1 : most);
   }
   // Returns `needed` if the pool has as many bytes, else a quarter more, so that slow growth replaces pools rarely.
   int64_t room_for(int pool, int64_t needed) const;
@@ -120,9 +116,8 @@ class HighThroughput : public Engine, public std::enable_shared_from_this<HighTh
   // The totals, then the rows of each local expert.
   const int64_t* totals() const { return at<int64_t>(board, sizeof(Board)); }
 
-  // Orders the caller's stream after the send stream and, if it has kernels of this operation, after the receive
-  // stream. Returns false with Python's error set.
-  bool join(bool has_received) const;
+  // Orders the caller's stream after the latest operation. Returns false with Python's error set.
+  bool join() const;
 
   // Runs kernels in turn, without the interpreter's lock. After an error, such as that of a signal's handler while a
   // kernel of a CPU waits, the next ones do not run. Returns false with Python's error set.

@@ -67,9 +67,8 @@ int64_t Combine::pool_bytes() const {
 
 bool Combine::start() {
   HighThroughput& engine = *engine_;
-  uint64_t caller = 0;
   const bool is_one_kernel = plan_.sms.receiving == 0;
-  if (!engine.current_stream(&caller) || !engine.reserve(kCombinePool, pool_bytes())) return false;
+  if (!choose_stream() || !engine.reserve(kCombinePool, pool_bytes())) return false;
   if (is_one_kernel && !make_sums()) return false;
   send_.comm = recv_.comm = *engine.comm;
   send_.routing = recv_.routing = routing_;
@@ -79,12 +78,10 @@ bool Combine::start() {
   send_.num_sms = plan_.sms.sending;
   recv_.num_sms = is_one_kernel ? plan_.sms.sending : plan_.sms.receiving;
   recv_.wide_bias = plan_.wide_bias;
-  send_.stream = engine.streams.send;
-  recv_.stream = is_one_kernel ? engine.streams.send : engine.streams.receive;
+  send_.stream = recv_.stream = stream_;
   is_enqueued_ = is_one_kernel;
   return engine.run([&] {
-    engine.order(engine.streams.send, caller);
-    engine.take_sms(plan_.sms);
+    enter(plan_.sms);
     if (is_one_kernel)
       engine.kernels.combine(send_, recv_);
     else
@@ -94,18 +91,13 @@ bool Combine::start() {
 
 bool Combine::finish() {
   HighThroughput& engine = *engine_;
-  if (is_enqueued_) return record() && engine.join(false);
-  uint64_t caller = 0;
-  if (!make_sums() || !engine.current_stream(&caller)) return false;
-  const WaitForSenderArgs wait = wait_for_sender(kCombineRecv, false);
-  const bool is_received = engine.run(
-      [&] {
-        engine.order(engine.streams.receive, caller);
-        engine.take_receiving_sms(plan_.sms);
-        engine.kernels.wait_for_sender(wait);
-      },
-      [&] { engine.kernels.combine_recv(recv_); });
-  return is_received && record() && engine.join(true);
+  if (is_enqueued_) return join();
+  if (!make_sums() || !engine.current_stream(&caller_)) return false;
+  const bool is_received = engine.run([&] {
+    if (!is_whole_) enter(plan_.sms);
+    engine.kernels.combine_recv(recv_);
+  });
+  return is_received && join();
 }
 
 bool Combine::make_sums() {

@@ -198,14 +198,13 @@ DispatchSendArgs Dispatch::send_args() const {
   args.optimistic = !is_reserved_;
   args.quantize = plan_.quantize;
   args.element = plan_.element;
-  args.stream = engine_->streams.send;
+  args.stream = stream_;
   return args;
 }
 
 bool Dispatch::start() {
   HighThroughput& engine = *engine_;
-  uint64_t caller = 0;
-  if (!engine.current_stream(&caller) || !make_small_results()) return false;
+  if (!choose_stream() || !make_small_results()) return false;
   if (is_fresh() && !is_bounded()) ticket_ = engine.next_ticket();
   const int64_t needed = pool_bytes();
   if (needed >= 0) {
@@ -214,13 +213,11 @@ bool Dispatch::start() {
   }
   const bool is_one_kernel = plan_.sms.receiving == 0;
   is_sent_ = !is_one_kernel && (is_reserved_ || engine.comm->pool_bytes[kDispatchPool] > 0);
-  const uint64_t stream = engine.streams.send;
-  const PlanArgs plan{*engine.comm, routing_, ids_, block_counts_at_, id_bytes_, 0, stream};
-  const NotifyArgs notify{*engine.comm, routing_, plan_.header, block_counts_at_, ticket_, stream};
+  const PlanArgs plan{*engine.comm, routing_, ids_, block_counts_at_, id_bytes_, 0, stream_};
+  const NotifyArgs notify{*engine.comm, routing_, plan_.header, block_counts_at_, ticket_, stream_};
   const bool is_launched = engine.run(
       [&] {
-        engine.order(stream, caller);
-        engine.take_sms(plan_.sms);
+        enter(plan_.sms);
         if (is_fresh()) engine.kernels.plan(plan);
       },
       [&] {
@@ -235,64 +232,43 @@ bool Dispatch::start() {
 // Sends and receives in one kernel. So the output must exist before anything is sent.
 bool Dispatch::send_and_receive_in_one() {
   HighThroughput& engine = *engine_;
-  uint64_t caller = 0;
   bool sends_again = false;
   if (ticket_ != 0 && !wait_totals()) return false;
-  if (!reserve_by_totals(&sends_again) || !make_output(output_rows()) || !engine.current_stream(&caller)) return false;
+  if (!reserve_by_totals(&sends_again) || !make_output(output_rows())) return false;
   const DispatchSendArgs send = send_args();
   recv_.num_sms = plan_.sms.sending;
-  recv_.stream = engine.streams.send;
   is_enqueued_ = engine.run([&] {
-    engine.order(engine.streams.send, caller);  // another thread may have used the output's memory on it until now
+    engine.order(stream_, caller_);  // another thread may have used the output's memory on it until now
     engine.kernels.dispatch(send, recv_);
   });
-  return is_enqueued_ && record() && give_output(output_rows());
+  return is_enqueued_ && give_output(output_rows());
 }
 
 bool Dispatch::finish() {
-  HighThroughput& engine = *engine_;
-  if (is_enqueued_) return engine.join(false);
+  if (is_enqueued_) return join();
   recv_.num_sms = plan_.sms.receiving;
-  recv_.stream = engine.streams.receive;
   if (ticket_ != 0) return receive_by_totals();
   const Rows rows = output_rows();
-  return make_output(rows) && receive(true) && give_output(rows);
+  return make_output(rows) && receive() && give_output(rows);
 }
 
 // Receives early if possible, and waits for the totals. If that failed or had too little room, receives then.
 bool Dispatch::receive_by_totals() {
   HighThroughput& engine = *engine_;
-  uint64_t caller = 0;
   Rows room{};
   bool is_early = false, sends_again = false;
   if (is_sent_ && !receive_early(&room, &is_early)) return false;
-  if (!engine.current_stream(&caller)) return false;
-  if (is_sent_ && !is_early) {
-    const WaitForSenderArgs wait = wait_for_sender(kDispatchRecv, true);
-    const bool is_ordered = engine.run([&] {
-      engine.order(engine.streams.receive, caller);
-      engine.take_receiving_sms(plan_.sms);
-      engine.kernels.wait_for_sender(wait);
-    });
-    if (!is_ordered) return false;
-  }
   if (!wait_totals()) return false;
   const Rows needed = output_rows();
   engine.expected.saw(num_tokens_, topk_, needed);
   if (!reserve_by_totals(&sends_again)) return false;
   if (sends_again) {
-    const bool is_sent = engine.run([&] {
-      engine.kernels.dispatch_send(send_args());
-      // The receive must follow the whole send, since wait_for_sender may have let the receive stream pass.
-      engine.order(caller, engine.streams.send);
-      engine.take_receiving_sms(plan_.sms);
-    });
-    if (!is_sent) return false;
+    if (!engine.run([&] { engine.kernels.dispatch_send(send_args()); })) return false;
   } else if (is_early && needed.fit(room)) {
     return give_output(needed);
   }
   // A receive that came too early has left its memory alone.
-  return make_output(needed) && receive(false) && give_output(needed);
+  return make_output(needed) && receive() && give_output(needed);
 }
 
 // Receives before the totals are known. It receives nothing if they are known, will never come, or cannot be guessed.
@@ -307,25 +283,19 @@ bool Dispatch::receive_early(Rows* room, bool* is_early) {
   }
   *is_early = true;
   recv_.optimistic = 1;
-  const bool is_received = receive(true);
+  const bool is_received = receive();
   recv_.optimistic = 0;
   return is_received;
 }
 
-bool Dispatch::receive(bool waits_for_sender) {
+bool Dispatch::receive() {
   HighThroughput& engine = *engine_;
-  uint64_t caller = 0;
-  if (!engine.current_stream(&caller)) return false;
-  const WaitForSenderArgs wait = wait_for_sender(kDispatchRecv, is_fresh());
-  const bool is_received = engine.run(
-      [&] {
-        engine.order(engine.streams.receive, caller);  // another thread may have used the output's memory on it
-        if (!waits_for_sender) return;
-        engine.take_receiving_sms(plan_.sms);
-        engine.kernels.wait_for_sender(wait);
-      },
-      [&] { engine.kernels.dispatch_recv(recv_); });
-  return is_received && record() && engine.join(true);
+  if (!engine.current_stream(&caller_)) return false;
+  const bool is_received = engine.run([&] {
+    if (!is_whole_) enter(plan_.sms);
+    engine.kernels.dispatch_recv(recv_);
+  });
+  return is_received && join();
 }
 
 bool Dispatch::wait_totals() {
@@ -368,6 +338,7 @@ bool Dispatch::make_output(const Rows& room) {
   if (!is_made) return false;
   if (is_fresh()) routing_.slots = room.slots;
   recv_.comm = *engine.comm;
+  recv_.stream = stream_;
   recv_.routing = routing_;
   recv_.header = plan_.header;
   recv_.fresh = is_fresh();

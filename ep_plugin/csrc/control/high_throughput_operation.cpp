@@ -47,15 +47,28 @@ Routing HighThroughputOperation::routing_of(Address topk_ids, Address plan, int6
   return routing;
 }
 
-WaitForSenderArgs HighThroughputOperation::wait_for_sender(int32_t step, bool is_fresh) const {
-  return {*engine_->comm, step, is_fresh, engine_->streams.receive};
+bool HighThroughputOperation::whole() {
+  is_whole_ = true;
+  return start() && finish();
+}
+
+bool HighThroughputOperation::choose_stream() {
+  if (!engine_->current_stream(&caller_)) return false;
+  stream_ = is_whole_ ? caller_ : engine_->streams.own;
+  return true;
+}
+
+void HighThroughputOperation::enter(const Sms& sms) const {
+  engine_->order(stream_, caller_);
+  engine_->enter(stream_, sms);
 }
 
 int64_t HighThroughputOperation::rows_of_handle() const {
   return has_bounded_handle() ? totals_[0] : totals_[engine_->is_flat() ? kTotalRows : kTotalSlots];
 }
 
-bool HighThroughputOperation::record() {
+bool HighThroughputOperation::join() {
+  if (!engine_->join()) return false;
   const Object call = std::exchange(recorder, Object());
   return !call || Object(PyObject_CallFunctionObjArgs(call.get(), handle_.plan.get(), handle_.topk_ids.get(), nullptr));
 }

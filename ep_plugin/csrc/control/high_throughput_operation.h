@@ -1,10 +1,13 @@
 // One high-throughput dispatch or combine: start enqueues its sending kernels, finish its receiving kernels.
 //
-// A dispatch that makes its routing runs plan, notify and send on the send stream. While rows are sent, the host reads
-// the totals, allocates the output, and enqueues receive on the receive stream. Rows that have arrived would wait for
+// A dispatch that makes its routing runs plan, notify and send. While rows are sent, the host reads the totals,
+// allocates the output, and enqueues receive behind send, which lets it start. Rows that have arrived would wait for
 // the host meanwhile. So if earlier dispatches of that shape all brought about the same number of rows, receive is
 // enqueued early: before the totals are known, into an output with room for a little more. A dispatch over known
 // routing and one with a capacity wait for no totals. The same path serves CPU and CUDA.
+//
+// A whole operation runs on the caller's stream. One that Python starts and finishes apart runs on the communicator's
+// own stream, so that other work may run beside it.
 #pragma once
 #include <memory>
 #include <string>
@@ -31,6 +34,7 @@ class HighThroughputOperation : public Operation {
   // Each returns false with Python's error set.
   virtual bool start() = 0;
   virtual bool finish() = 0;
+  bool whole();
   int64_t nbytes() const { return nbytes_; }
 
   bool shares_memory = true;  // small results may be views of one block
@@ -45,8 +49,13 @@ class HighThroughputOperation : public Operation {
   bool has_bounded_handle() const { return num_totals_ == 1; }  // its totals are the capacity alone
   int64_t rows_of_handle() const;                               // rows of its dispatch's output
   Routing routing_of(Address topk_ids, Address plan, int64_t num_tokens, int64_t topk) const;
-  WaitForSenderArgs wait_for_sender(int32_t step, bool is_fresh) const;
-  bool record();
+  // Chooses the operation's stream. Returns false with Python's error set.
+  bool choose_stream();
+  // Orders the operation's stream after what the caller has enqueued, which may use the memory that torch has just
+  // made, and for the operation's kernels.
+  void enter(const Sms& sms) const;
+  // Joins the caller's stream, and adds the operation to the statistics there. Returns false with Python's error set.
+  bool join();
   // Finds what Python has learned of a call like this one; null: nothing.
   template <class Plan>
   const Plan* find(const Plans<Plan>& plans) const {
@@ -59,7 +68,8 @@ class HighThroughputOperation : public Operation {
   }
 
   const std::shared_ptr<HighThroughput> engine_;
-  bool is_readable_ = false, is_known_ = false;
+  bool is_readable_ = false, is_known_ = false, is_whole_ = false;
+  uint64_t stream_ = 0, caller_ = 0;
   std::string form_;
   std::vector<Object> settings_;
   HandleFields handle_;
@@ -115,7 +125,7 @@ class Dispatch : public HighThroughputOperation {
   bool give_output(const Rows& rows);
   DispatchSendArgs send_args() const;
   bool send_and_receive_in_one();
-  bool receive(bool waits_for_sender);
+  bool receive();
   bool receive_by_totals();
   bool receive_early(Rows* room, bool* is_early);
   bool wait_totals();
@@ -190,7 +200,7 @@ PyObject* run_whole(HighThroughput& engine, const typename Kind::Given& given) {
     Kind operation(engine.shared_from_this(), given);
     if (!operation.is_known()) return left();
     if (!engine.count_served() || !turn.begin(operation.name(), whole, operation.nbytes(), nullptr)) return nullptr;
-    if (!turn.end(operation.start() && operation.finish() && engine.check())) return nullptr;
+    if (!turn.end(operation.whole() && engine.check())) return nullptr;
     return (given.door == Door::kOperator ? operation.results() : operation.made()).release();
   });
 }

@@ -26,7 +26,7 @@ from ep_plugin.moe.in_flight import Operation, Tensors
 from ep_plugin.moe.layout import DispatchHandle
 from ep_plugin.transport.rails import UnderWay
 
-_COMBINE, _COMBINE_RECV, _MAX_SENT = int(_C.Op.COMBINE), _C.Step.COMBINE_RECV, _C.Total.MAX_SENT
+_COMBINE, _MAX_SENT = int(_C.Op.COMBINE), _C.Total.MAX_SENT
 
 
 class CombineAcrossNodes(Operation):
@@ -52,7 +52,7 @@ class CombineAcrossNodes(Operation):
         """Adds up other nodes' tokens and sends the sums back first, since these travel longest. Then sends this node's
         partial rows."""
         self._nodes.check_capture()
-        engine, streams, routing = self._engine, self._engine.streams, self._routing
+        engine, routing = self._engine, self._routing
         y, K = self.rows, self._routing.topk_ids.shape[1]
         H = y.shape[1]
         row_bytes = H * y.element_size()
@@ -73,8 +73,7 @@ class CombineAcrossNodes(Operation):
         self._landed = y.new_empty((returned, H))
         self._landed_extra = self._new_extra(returned) if weight_bytes else None
         self._nodes.enter()
-        engine.take_sms(self._sms)
-        streams.order_after(streams.receive, streams.caller())
+        engine.enter(self._sms)
         self._crossing = []
         for number in range(1, len(routing.tokens)):
             self._send(number)
@@ -86,12 +85,12 @@ class CombineAcrossNodes(Operation):
         """Adds up this node's tokens, then the rows of all nodes."""
         engine, streams, routing = self._engine, self._engine.streams, self._routing
         self._receive(0)
-        with streams.on(streams.receive):
+        with streams.on_own():
             for crossing in self._crossing:
                 self._nodes.finish(crossing)
         self._out = self._add()
-        engine.load.combined(routing.metas.view(-1), *self._partial)
         streams.join()
+        engine.load.combined(routing.metas.view(-1), *self._partial)
         engine.check()
         return self._out
 
@@ -102,14 +101,13 @@ class CombineAcrossNodes(Operation):
     def _send(self, number: int) -> None:
         engine, sms = self._engine, self._sms.sending
         given = self.rows, self._weights, self._extra, self._per_row
-        engine.kernels.combine_send(combine_send_args(self._common[number], sms, engine.streams.send, *given))
+        engine.kernels.combine_send(combine_send_args(self._common[number], sms, engine.streams.own, *given))
 
     def _receive(self, number: int) -> None:
         """Adds the partial rows of this node."""
         engine, sms = self._engine, self._sms.receiving
-        engine.wait_for_sender(_COMBINE_RECV)
         given = self._sums[number], self._extras[number]
-        engine.kernels.combine_recv(combine_recv_args(self._common[number], sms, engine.streams.receive, *given))
+        engine.kernels.combine_recv(combine_recv_args(self._common[number], sms, engine.streams.own, *given))
 
     def _return(self, number: int) -> UnderWay:
         """Begins to send a segment's sums back, and to receive the sums of the rows that the same leg has sent."""
@@ -120,7 +118,7 @@ class CombineAcrossNodes(Operation):
         if extra is not None and self._landed_extra is not None:
             pairs.append((extra, self._landed_extra[landing]))
         streams = self._engine.streams
-        with streams.on(streams.receive):
+        with streams.on_own():
             return self._nodes.start_leg(number - 1, pairs, back=True)
 
     def _add(self) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -131,7 +129,7 @@ class CombineAcrossNodes(Operation):
         if self._extra is not None:
             own_extra, landed_extra = self._extras[0], self._landed_extra
         extra_out = None if own_extra is None else torch.empty_like(own_extra)
-        engine.streams.order_after(engine.streams.receive, engine.streams.caller())  # their memory
+        engine.streams.order_after(engine.streams.own, engine.streams.caller())  # their memory
         args = _C.CombineAddArgs(
             comm=engine.comm,
             own=self._sums[0].data_ptr(),
@@ -151,7 +149,7 @@ class CombineAcrossNodes(Operation):
             node=self._nodes.node,
             num_rows=len(self._landed),
             num_sms=self._sms.receiving,
-            stream=engine.streams.receive,
+            stream=engine.streams.own,
         )
         engine.kernels.combine_add(args)
         return out, extra_out

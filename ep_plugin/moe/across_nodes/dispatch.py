@@ -36,7 +36,6 @@ from ep_plugin.moe.statistics import current_layer
 from ep_plugin.transport.rails import UnderWay
 
 _DISPATCH, _CACHED = int(_C.Op.DISPATCH), int(_C.Op.CACHED_DISPATCH)
-_DISPATCH_RECV = _C.Step.DISPATCH_RECV
 _SLOTS, _ROWS, _MAX_ROWS, _MAX_SENT = _C.Total.SLOTS, _C.Total.ROWS, _C.Total.MAX_ROWS, _C.Total.MAX_SENT
 
 
@@ -96,8 +95,7 @@ class DispatchAcrossNodes(Operation):
         """Sends rows to the other nodes and to this one. Without a capacity or a handle, the host waits until it knows
         how many rows come."""
         self._nodes.check_capture()
-        call, streams = self._call, self._engine.streams
-        fresh = self._routing is None
+        call, fresh = self._call, self._routing is None
         self._payload = self._make_payload()
         headers = self._headers()
         if self._engine.config.max_tokens_per_rank is not None:
@@ -119,8 +117,6 @@ class DispatchAcrossNodes(Operation):
             self._reserve(totals)
         self._allocate(totals, fresh)
         self._nodes.enter()
-        # This order comes before the first send. Receives wait for that send, so they find what they need.
-        streams.order_after(streams.receive, streams.send)
         self._send_segment(0, self._payload)
 
     def finish(self) -> Tensors:
@@ -130,14 +126,14 @@ class DispatchAcrossNodes(Operation):
         self._receive_segment(0)
         ends = list(itertools.accumulate(routing.received, initial=0))
         for number, crossing in enumerate(self._crossing):
-            with streams.on(streams.send):
+            with streams.on_own():
                 self._nodes.finish(crossing)
             self._send_segment(number + 1, self._landed.part(ends[number], ends[number + 1]))
             self._receive_segment(number + 1)
+        streams.join()
         is_fresh, capacity = self._call.previous is None, self._call.capacity
         given = routing.metas.view(-1), self._slot, routing.topk_ids, is_fresh, engine.flat, capacity
         engine.load.dispatched(*given, self._layer)
-        streams.join()
         engine.check()
         assert self._result is not None
         if not is_fresh:
@@ -170,7 +166,7 @@ class DispatchAcrossNodes(Operation):
             num_rows=T,
             hidden=H,
             element=ELEMENTS[call.x.dtype],
-            stream=engine.streams.send,
+            stream=engine.streams.own,
         )
         engine.kernels.quantize(args)
         return Payload(rows, scales, call.weights)
@@ -197,7 +193,7 @@ class DispatchAcrossNodes(Operation):
         ids = call.topk_ids
         T = len(ids)
         streams = self._engine.streams
-        with streams.on(streams.send):
+        with streams.on_own():
             indices = nodes.table_index(ids)
             # One more column takes the pairs that no node has.
             needed = torch.zeros((T, nodes.num_nodes + 1), dtype=torch.bool, device=ids.device)
@@ -207,7 +203,7 @@ class DispatchAcrossNodes(Operation):
             through = torch.nn.functional.pad(needed.to(torch.int32).cumsum(0, dtype=torch.int32), (0, 0, 1, 0))
         bounds = nodes.bounds(T)
         if call.capacity is None:
-            with streams.on(streams.send):
+            with streams.on_own():
                 counts = torch.stack([through[bound] for bound in bounds]).diff(dim=0).to(torch.int64)
             sent, received = nodes.exchange_counts(header, counts)
         else:
@@ -216,7 +212,7 @@ class DispatchAcrossNodes(Operation):
         own_ids = torch.empty(ids.shape, dtype=torch.int32, device=ids.device)
         routing = NodesRouting.empty(nodes, own_ids, sent, received)
         nodes.enter()
-        with streams.on(streams.send):
+        with streams.on_own():
             own_ids.copy_(ids)
             routing.rail_rows.fill_(-1)
             for leg, begin in zip(nodes.legs, itertools.accumulate(sent, initial=0), strict=False):
@@ -228,12 +224,12 @@ class DispatchAcrossNodes(Operation):
         return routing
 
     def _start_ids(self, routing: NodesRouting) -> Ids:
-        """Begins to exchange the expert ids of the rows that cross. Runs and allocates on the send stream."""
+        """Begins to exchange the expert ids of the rows that cross. Runs and allocates on the own stream."""
         nodes, streams, K = self._nodes, self._engine.streams, routing.topk_ids.shape[1]
-        with streams.on(streams.send):
+        with streams.on_own():
             packed = routing.topk_ids.new_full((sum(routing.sent), K), -1)  # -1: the padding of a leg
         self._run_pack(routing, num_rows=len(packed), ids=routing.topk_ids.data_ptr(), topk=K, packed_ids=packed)
-        with streams.on(streams.send):
+        with streams.on_own():
             landed = packed.new_empty((sum(routing.received), K)).split(routing.received)
             pairs = [[pair] for pair in zip(packed.split(routing.sent), landed, strict=True)]
             return Ids(packed, landed, nodes.start_legs(nodes.legs, pairs, "expert ids"))
@@ -241,7 +237,7 @@ class DispatchAcrossNodes(Operation):
     def _take_ids(self, routing: NodesRouting, ids: Ids) -> None:
         """Waits for the expert ids of the segments that the legs bring."""
         nodes, streams = self._nodes, self._engine.streams
-        with streams.on(streams.send):
+        with streams.on_own():
             nodes.finish(ids.crossing)
             for number, landed in enumerate(ids.landed, start=1):
                 routing.ids(number).copy_(nodes.local_id[nodes.table_index(landed)])
@@ -268,7 +264,7 @@ class DispatchAcrossNodes(Operation):
             weight_bytes=0 if weights is None else weights.shape[1] * weights.element_size(),
             packed_weights=packed.weights,
         )
-        with streams.on(streams.send):
+        with streams.on_own():
             self._crossing = [self._start_leg(leg, packed, routing) for leg in range(len(self._nodes.legs))]
 
     def _run_pack(self, routing: NodesRouting, **given: Any) -> None:
@@ -277,7 +273,7 @@ class DispatchAcrossNodes(Operation):
         tensors = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
         words = {name: value or 0 for name, value in given.items() if name not in tensors}
         packing = engine.dispatch_sms(T, self._row_bytes, N, False).in_two_kernels()
-        engine.take_sms(packing)  # and for the notifies that follow
+        engine.enter(packing)  # and for the notifies that follow
         engine.kernels.pack(
             _C.PackArgs(
                 comm=engine.comm,
@@ -285,7 +281,7 @@ class DispatchAcrossNodes(Operation):
                 num_tokens=T,
                 num_nodes=N,
                 num_sms=packing.sending,
-                stream=engine.streams.send,
+                stream=engine.streams.own,
                 **words,
                 **{name: address(tensor) for name, tensor in tensors.items()},
             )
@@ -307,7 +303,7 @@ class DispatchAcrossNodes(Operation):
             ticket = 0 if capacity is not None else engine.next_ticket()
             header = headers(_DISPATCH, tokens)
             words = _C.block_count_words(tokens, engine.node_size, engine.node_experts)
-            with streams.on(streams.send):
+            with streams.on_own():
                 counts = torch.empty(words, dtype=torch.int32, device=engine.device)
             plan_and_notify(engine, routing.struct(number), header, routing.ids(number), counts, ticket)
             if ticket:
@@ -315,7 +311,7 @@ class DispatchAcrossNodes(Operation):
                 engine.wait_totals(ticket, totals, totals.new_empty(engine.local_experts))
                 per_segment.append(totals)
         alignment = engine.config.expert_alignment if engine.flat else 1
-        with streams.on(streams.send):
+        with streams.on_own():
             routing.place(alignment)
         if capacity is not None:
             routing.make_recv_rows(nodes.padded_slots())
@@ -352,7 +348,7 @@ class DispatchAcrossNodes(Operation):
         rows, scales, weights = payload
         wanted = engine.dispatch_sms(len(rows), self._row_bytes + self._scale_bytes, routing.topk_ids.shape[1], False)
         self._sms = wanted.in_two_kernels()
-        engine.take_sms(self._sms)
+        engine.enter(self._sms)
         given = self._sms.sending, rows, scales, weights
         args = dispatch_send_args(engine, routing.struct(number), self._headers_of[number], *given)
         engine.kernels.dispatch_send(args)
@@ -363,7 +359,6 @@ class DispatchAcrossNodes(Operation):
         engine, output = self._engine, self._output
         output.comm, output.num_sms = engine.comm, self._sms.receiving
         output.routing, output.header = self._routing.struct(number), self._headers_of[number]
-        engine.wait_for_sender(_DISPATCH_RECV)
         engine.kernels.dispatch_recv(output)
 
     def _allocate(self, totals: list[int], fresh: bool) -> None:
@@ -392,5 +387,5 @@ class DispatchAcrossNodes(Operation):
             overflow=address(limits),
             capacity=rows,
             fresh=int(fresh),
-            stream=engine.streams.receive,
+            stream=engine.streams.own,
         )

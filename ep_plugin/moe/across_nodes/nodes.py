@@ -93,7 +93,7 @@ class Nodes:
     def exchange_counts(self, header: Any, counts: torch.Tensor) -> tuple[list[int], list[int]]:
         """Exchanges the header and the number of rows in each chunk with every node. The host waits.
 
-        counts: int64 ``[C, N]``, made on the send stream. Returns the rows that each leg sends, and the rows that each
+        counts: int64 ``[C, N]``, made on the own stream. Returns the rows that each leg sends, and the rows that each
         leg brings.
         """
         mine, theirs = self._exchange(header, counts)
@@ -125,7 +125,7 @@ class Nodes:
         words that each node sent to it."""
         streams = self.engine.streams
         words = [int(getattr(header, name)) for name in _HEADER]
-        with streams.on(streams.send):
+        with streams.on_own():
             known = torch.tensor(words, dtype=torch.int64, device="cpu", pin_memory=counts.is_cuda)
             going = counts.new_empty(self.num_nodes, len(words) + self.chunks)
             going[:, : len(words)].copy_(known.to(counts.device, non_blocking=True))
@@ -189,9 +189,9 @@ class Nodes:
             return self.engine.rails.start(sends, receives, what)
 
     def enter(self) -> None:
-        """Lets the send stream use memory that was made on the caller's stream, or that the caller has passed."""
+        """Lets the own stream use memory that was made on the caller's stream, or that the caller has passed."""
         streams = self.engine.streams
-        streams.order_after(streams.send, streams.caller())
+        streams.order_after(streams.own, streams.caller())
 
     def check_capture(self) -> None:
         """Raises CaptureRefused during the capture of a CUDA graph if the rail cannot be captured."""

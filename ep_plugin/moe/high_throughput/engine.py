@@ -22,7 +22,7 @@ from ep_plugin.moe.layout import DispatchHandle, Routing
 from ep_plugin.runtime.base import running
 from ep_plugin.runtime.faults import DISAGREE_ON
 from ep_plugin.runtime.group import GroupEngine, weakly
-from ep_plugin.runtime.streams import HighThroughputStreams, Streams, high_throughput_streams, kernels_for
+from ep_plugin.runtime.streams import CudaStreams, Streams, high_throughput_streams, kernels_for
 from ep_plugin.transport import open_memory
 from ep_plugin.transport.exchange import Exchange
 from ep_plugin.transport.peer import AddressTable, PeerBuffer
@@ -62,7 +62,6 @@ class HighThroughputEngine(GroupEngine):
         self.layout = int(_C.Layout[config.resolved_layout.name])
         self._usable_sms = sms.usable_sms(device)
         self.asked_sms: dict[str, int | None] = {}
-        self._taken = sms.KernelSms(1, 1)  # by the operation that runs
         self._sms = sms.asked_of(config, self._usable_sms)
         self.streams = high_throughput_streams(device)
         check_group(self.exchange, config, device)
@@ -137,13 +136,8 @@ class HighThroughputEngine(GroupEngine):
             raise ValueError(f"set_sms: expected names among {', '.join(SMS_FIELDS)}, got {', '.join(sorted(unknown))}")
         given = {name: count for name, count in counts.items() if count is not None}
         asked = sms.asked_of(dataclasses.replace(self.config, **given), self._usable_sms)  # type: ignore[arg-type]
-        before, self._sms, self.asked_sms = self._sms, asked, counts
+        self._sms, self.asked_sms = asked, counts
         self.control.forget_plans()
-        if any((old[1] == 0) != (new[1] == 0) for old, new in zip(before, asked, strict=True)):
-            # Receiving moves to another stream, and must find the epoch of the previous operation there.
-            streams = self.streams
-            streams.order_after(streams.receive, streams.send)
-            streams.order_after(streams.send, streams.receive)
 
     def dispatch_sms(self, num_tokens: int, row_bytes: int, topk: int, quantize: bool) -> sms.KernelSms:
         """Returns the SMs of a dispatch of T = num_tokens. row_bytes: bytes of a row on the wire, with scales. Ranks
@@ -158,13 +152,10 @@ class HighThroughputEngine(GroupEngine):
         small, terms_of = num_tokens <= sms.SMALL_BATCH_TOKENS, topk if self.flat else 1  # TOKEN_MAJOR rows are sums
         return sms.fitted(self._sms[1], self._usable_sms, sms.for_combine(self.node_size, small, row_bytes, terms_of))
 
-    def take_sms(self, chosen: sms.KernelSms) -> None:
-        """Orders the send stream for notify and the sending kernel, so that they fit beside other kernels that wait.
-
-        Call it before the first kernel of an operation over nodes.
-        """
-        self._taken = chosen
-        self.control.take_sms(chosen)
+    def enter(self, chosen: sms.KernelSms) -> None:
+        """Orders the own stream for the kernels of an operation over nodes, so that they fit beside other kernels that
+        wait."""
+        self.control.enter(self.streams.own, chosen)
 
     # -- pools ---------------------------------------------------------------------------------------------------
 
@@ -255,14 +246,6 @@ class HighThroughputEngine(GroupEngine):
 
     # -- waiting -------------------------------------------------------------------------------------------------
 
-    def wait_for_sender(self, step: Any, fresh: bool = False) -> None:
-        """Delays the receive stream until this rank's own sender runs. fresh: the sender belongs to a dispatch without
-        previous_handle."""
-        self.control.take_receiving_sms(self._taken)
-        self.kernels.wait_for_sender(
-            _C.WaitForSenderArgs(comm=self.comm, step=step, fresh=int(fresh), stream=self.streams.receive)
-        )
-
     def next_ticket(self) -> int:
         """Returns a number that names the totals of the next notify. The host waits for the totals by this number."""
         return self.control.next_ticket()
@@ -294,10 +277,9 @@ class HighThroughputEngine(GroupEngine):
         return _FIELD_NAMES.get(name, name.replace("_", " ")), said
 
 
-def _in_c(streams: Streams) -> tuple[int, int, Streams | None, _C.StreamOrder | None, _C.StreamOrder | None]:
-    """Returns the send and the receive stream, an object that orders them if C cannot, and their orders if it can."""
-    by_c = type(streams) in (Streams, HighThroughputStreams)
-    return streams.send, streams.receive, None if by_c else streams, *streams.orders
+def _in_c(streams: Streams) -> tuple[int, Streams | None, _C.StreamOrder | None]:
+    """Returns the own stream, an object that orders streams if C cannot, and their order if it can."""
+    return streams.own, None if type(streams) in (Streams, CudaStreams) else streams, streams.order
 
 
 def _watch_of(engine: HighThroughputEngine, growing: tuple[str, int]) -> Callable[[], None]:

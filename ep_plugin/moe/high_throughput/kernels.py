@@ -19,12 +19,12 @@ _TOKEN_MAJOR = int(_C.Layout.TOKEN_MAJOR)
 def plan_and_notify(
     engine: HighThroughputEngine, struct: Any, header: Any, ids: torch.Tensor, block_counts: torch.Tensor, ticket: int
 ) -> None:
-    """Enqueues plan and notify on the send stream.
+    """Enqueues plan and notify on the own stream.
 
     ids: ``[T, K]``. block_counts: memory that plan uses. ticket: names the totals, see
     `HighThroughputEngine.next_ticket`.
     """
-    common = {"comm": engine.comm, "routing": struct, "stream": engine.streams.send}
+    common = {"comm": engine.comm, "routing": struct, "stream": engine.streams.own}
     common["block_counts"] = block_counts.data_ptr()
     engine.kernels.plan(_C.PlanArgs(ids=ids.data_ptr(), id_bytes=ids.element_size(), **common))
     engine.kernels.notify(_C.NotifyArgs(header=header, ticket=ticket, **common))
@@ -51,7 +51,7 @@ def dispatch_send_args(
         scale_stride=0 if scales is None else scales.stride(0) * scales.element_size(),
         weights=address(weights),
         num_sms=num_sms,
-        stream=engine.streams.send,
+        stream=engine.streams.own,
         **more,
     )
 

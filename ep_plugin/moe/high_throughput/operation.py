@@ -21,8 +21,7 @@ class HighThroughputOperation(Operation):
 
     @abstractmethod
     def recorded(self, plan: torch.Tensor, topk_ids: torch.Tensor) -> None:
-        """Adds the operation to the statistics. plan, topk_ids: its handle's tensors, which kernels on the send stream
-        may read now."""
+        """Adds the operation to the statistics, on the caller's stream. plan, topk_ids: its handle's tensors."""
 
     def begin(self, operation: _C.Dispatch | _C.Combine) -> None:
         """Takes the object that `start` starts. Raises EpPluginError if C cannot run it though its check has passed."""
@@ -32,10 +31,17 @@ class HighThroughputOperation(Operation):
         self._operation = operation
 
     def start(self) -> None:
-        self._operation.start(self.recorded)
+        self._operation.start()
 
     def finish(self) -> Tensors:
         self._operation.finish(self.recorded)
+        return self._results()
+
+    def whole(self) -> Tensors:
+        self._operation.whole(self.recorded)
+        return self._results()
+
+    def _results(self) -> Tensors:
         self._engine.check()
         results: Tensors = self._operation.results()
         return results

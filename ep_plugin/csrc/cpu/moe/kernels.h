@@ -7,7 +7,6 @@ namespace ep::cpu {
 void plan(const PlanArgs& args);
 void notify(const NotifyArgs& args);
 void dispatch_send(const DispatchSendArgs& args);
-inline void wait_for_sender(const WaitForSenderArgs&) {}  // the sender has already run to its end
 void dispatch_recv(const DispatchRecvArgs& args);
 void combine_send(const CombineSendArgs& args);
 void combine_recv(const CombineRecvArgs& args);

@@ -235,9 +235,9 @@ __device__ __forceinline__ uint64_t globaltimer() {
 // griddepcontrol.wait: waits until the kernel ahead in the stream has ended and its writes are visible.
 // A kernel that was launched early must call it in at least one CTA. Otherwise the next kernel in the stream would not
 // wait for the kernel ahead of this one. Before the call, a kernel may read only three things: data from before the
-// chain, whose first kernel is not launched early; faults, which it reads again later; and data for which the kernel
-// ahead has signalled State::positions_ready or State::counts_ready. (A send that is launched after the host has the
-// totals comes after both signals.)
+// chain, whose first kernel is not launched early; faults, which it reads again later; and data for which a kernel of
+// the chain has signalled State::positions_ready or State::counts_ready, or an arrival. (A send that is launched after
+// the host has the totals comes after the first two signals.)
 __device__ __forceinline__ void wait_on_dependency() {
 #if EP_HAS_BULK
   asm volatile("griddepcontrol.wait;" ::: "memory");

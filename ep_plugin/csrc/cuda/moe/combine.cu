@@ -40,7 +40,6 @@ __global__ void __launch_bounds__(kReduceWarps* kWarp, 1)
     if (blockIdx.x == 0 && threadIdx.x == 0 && order.chunks() == 0) hold_at_gate(sending);
     __syncwarp();
     if (warp_id() == kReducers) {
-      signal_started(sending, kCombinePool);
       open_destinations(sending, kCombinePool, send.header);
       signal_chunks(sending, kCombinePool, progress, kSendWarps, PartialChunks{sending, meta, order, cut.parts});
     } else {

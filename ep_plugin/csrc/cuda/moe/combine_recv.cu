@@ -1,7 +1,7 @@
 // Combine receive: adds the partial rows of a token to the bias, in the order of the ranks that sent them.
 //
 // Roles. Warps share the tokens (rows.cuh). A token's chunk must have arrived from every rank. The last CTA signals to
-// the ranks that their rows have been read. The kernel follows ep_wait_for_sender.
+// the ranks that their rows have been read. The kernel follows the send, which launches its dependents.
 // Memory order. The warp acquires a chunk's arrivals at system scope, joins, and fences the async proxy before bulk
 // loads. Consumed words are signalled with release order, after the reads of all CTAs.
 // After a fault. All outputs are filled with 0xFF bytes.
@@ -25,6 +25,7 @@ __global__ void __launch_bounds__(kReduceWarps* kWarp, 1)
     reduce_rows<Element>(job, run, cut, ring);
   }
   if (last_to_finish(run)) finish_combine_recv(run, args);
+  if (blockIdx.x == 0) ptx::wait_on_dependency();  // so that the next kernel in the stream runs after the send
 }
 
 template <class Element>
@@ -35,11 +36,11 @@ void launch_combine_recv(const CombineRecvArgs& args) {
                                limits.shared_bytes, bulk);
   const int threads = kReduceWarps * kWarp;
   if (bulk)
-    launch<ep_combine_recv<Element, true>>("combine_recv", args.num_sms, threads, cut.shared_bytes(), args.stream, args,
-                                           cut);
+    launch_early<ep_combine_recv<Element, true>>("combine_recv", args.num_sms, threads, cut.shared_bytes(), args.stream,
+                                                 args, cut);
   else
-    launch<ep_combine_recv<Element, false>>("combine_recv", args.num_sms, threads, cut.shared_bytes(), args.stream,
-                                            args, cut);
+    launch_early<ep_combine_recv<Element, false>>("combine_recv", args.num_sms, threads, cut.shared_bytes(),
+                                                  args.stream, args, cut);
 }
 
 }  // namespace

@@ -7,7 +7,8 @@
 // CTA signals chunks (signals.cuh).
 // Latency. Finding the next row, its terms, and their weights takes three loads that depend on each other. They take as
 // long as half a row. On the bulk path these loads run while rows are summed.
-// Waits. A combine send waits only for consumed words, never for rows.
+// Waits. A combine send waits only for consumed words, never for rows. When all its CTAs run, it lets the receive
+// start, which then cannot take their SMs and wait there for peers.
 // Buffers. A slot of the combine pool is [row | extra[K]], see PartialLayout.
 // Memory order. The lanes of a warp join after their stores and before the warp publishes its progress. signals.cuh
 // describes the order that owners see.
@@ -36,7 +37,7 @@ __global__ void __launch_bounds__(kReduceWarps* kWarp, 1)
   if (run.ok) {
     if (blockIdx.x == 0 && threadIdx.x == 0 && order.chunks() == 0) hold_at_gate(run);
     if (warp_id() == cut.warps) {
-      signal_started(run, kCombinePool);
+      ptx::launch_dependents();  // the receive, once all CTAs of this kernel run
       open_destinations(run, kCombinePool, args.header);
       signal_chunks(run, kCombinePool, progress, cut.warps, PartialChunks{run, meta, order, cut.parts});
     } else {

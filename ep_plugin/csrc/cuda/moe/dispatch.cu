@@ -67,7 +67,6 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
     else if (warp_id() > send_cut.warps)
       receive<kBulk>(receiving, recv, meta, recv_cut);
     else {
-      signal_started(sending, kDispatchPool);
       open_destinations(sending, kDispatchPool, send.header);
       signal_chunks(sending, kDispatchPool, progress, send_cut.warps, SentChunks(sending, send, meta, 1));
     }

@@ -14,12 +14,12 @@ namespace ep::cuda {
 
 namespace {
 
+// All threads.
 template <bool kBulk>
-__global__ void __launch_bounds__(kCopyWarps* kWarp, 1)
-    ep_dispatch_recv(const __grid_constant__ DispatchRecvArgs args, const __grid_constant__ Cut cut) {
-  ptx::wait_on_dependency();
+__device__ __forceinline__ void receive_all(const DispatchRecvArgs& args, const Cut& cut) {
   Run run = enter(args.comm, kDispatchRecv);
   const Meta meta = meta_of(args.comm, args.routing);
+  run.ok = __syncthreads_and(run.ok && (warp_id() > 0 || has_counts(run, args.header))) != 0;
   if (run.ok && args.optimistic != 0 && must_relaunch(args, meta)) return;
   if (run.ok) run.ok = __syncthreads_and(slots_fit(run, args)) != 0;
   if (run.ok) {
@@ -36,7 +36,14 @@ __global__ void __launch_bounds__(kCopyWarps* kWarp, 1)
   if (last_to_finish(run)) finish_dispatch_recv(run, args, meta);
 }
 
-// The kernel follows ep_wait_for_sender, which launches its dependents.
+template <bool kBulk>
+__global__ void __launch_bounds__(kCopyWarps* kWarp, 1)
+    ep_dispatch_recv(const __grid_constant__ DispatchRecvArgs args, const __grid_constant__ Cut cut) {
+  receive_all<kBulk>(args, cut);
+  if (blockIdx.x == 0) ptx::wait_on_dependency();  // so that the next kernel in the stream runs after the send
+}
+
+// The kernel follows the send, which launches its dependents.
 template <bool kBulk>
 void launch_dispatch_recv(const DispatchRecvArgs& args, const Cut& cut) {
   launch_early<ep_dispatch_recv<kBulk>>("dispatch_recv", args.num_sms, cut.warps * kWarp, cut.shared_bytes(),

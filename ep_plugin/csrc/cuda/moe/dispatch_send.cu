@@ -6,7 +6,8 @@
 // before it. Then lane 0 stores head and row to each destination with one bulk store. The last warp of each CTA signals
 // chunks (signals.cuh).
 // Waits. Before writing, a send waits for consumed words and for the CTAs of this rank's notify that compute positions.
-// Before signalling, it also waits for all of notify. It never waits for rows.
+// Before signalling, it also waits for all of notify. It never waits for rows. When all its CTAs run and the counts are
+// known, it lets the receive start, which then cannot take their SMs and wait there for peers.
 // Buffers. A slot is [pad | ids[K] | positions[K] | weights[K] | scales | row], see SlotLayout.
 // Memory order. The head is written with ordinary stores to shared memory. Each lane fences the async proxy before lane
 // 0 stores the slot in bulk. signals.cuh describes the order that peers see.
@@ -39,18 +40,16 @@ __device__ __forceinline__ void send_all(const DispatchSendArgs& args, const Cut
   run.ok = run.ok && destinations_have_read(run, kDispatchPool) && positions_are_ready(run, args.header);
   if (!__syncthreads_and(run.ok)) return;
   const Meta meta = meta_of(args.comm, args.routing);
-  if (!__syncthreads_and(sends_fit(run, args, meta))) {
-    if (args.optimistic != 0 && warp_id() == 0) signal_started(run, kDispatchPool);  // the next receive exits, too
-    return;
-  }
+  if (!__syncthreads_and(sends_fit(run, args, meta))) return;  // an optimistic receive, next in the stream, exits, too
   progress.clear();
   run.ok = may_send(!faulted(args.comm));
   if (run.ok) {
     if (args.routing.num_tokens == 0 && blockIdx.x == 0 && threadIdx.x == 0) hold_at_gate(run);
     if (warp_id() == cut.warps) {
-      signal_started(run, kDispatchPool);
       open_destinations(run, kDispatchPool, args.header);
-      signal_chunks(run, kDispatchPool, progress, cut.warps, SentChunks(run, args, meta, cut.parts));
+      const SentChunks chunks(run, args, meta, cut.parts);
+      ptx::launch_dependents();  // the receive, once all CTAs of this kernel run
+      signal_chunks(run, kDispatchPool, progress, cut.warps, chunks);
     } else {
       DispatchSendJob<ThroughPool> job(run, args, meta, cut, progress);
       send_rows<kBulk, From>(job, run, cut);

@@ -16,27 +16,26 @@ struct ThroughPool {
   static constexpr bool kDirect = false;
 };
 
-// The chunks of this rank's tokens, for signal_chunks(). A row's number is its token.
+// The chunks of this rank's tokens, for signal_chunks(). A row's number is its token. The warp that makes the object
+// waits until notify has the counts.
 struct SentChunks {
   const Run& run;
   const DispatchSendArgs& args;
   const Meta& meta;
   const Chunks chunks;
   const int parts;  // parts of a row
-  bool counts_known = false;
+  const bool counts_known;
 
   __device__ SentChunks(const Run& run, const DispatchSendArgs& args, const Meta& meta, int parts)
-      : run(run), args(args), meta(meta), chunks(chunks_of(args.routing.num_tokens)), parts(parts) {}
+      : run(run),
+        args(args),
+        meta(meta),
+        chunks(chunks_of(args.routing.num_tokens)),
+        parts(parts),
+        counts_known(has_counts(run, args.header)) {}
 
-  // One warp waits until notify has the counts of all peers. False if pools must grow.
-  __device__ bool may_signal() {
-    bool ok = true;
-    if (!counts_known && args.header.op == kOpDispatch && lane_id() == 0)
-      ok = peer::wait_at_least(run, &state_of(run.comm).counts_ready, run.epoch, run.comm.rank, kOwnKernel);
-    counts_known = __all_sync(kAllLanes, ok) != 0;
-    __syncwarp();  // then any lane may read the data that lane 0 has acquired
-    return counts_known && !pools_must_grow(run.comm, args.header, meta);
-  }
+  // False if pools must grow.
+  __device__ bool may_signal() const { return counts_known && !pools_must_grow(run.comm, args.header, meta); }
 
   __device__ int count() const { return chunks.count; }
   __device__ int32_t end(int chunk) const { return chunks.end(chunk) * parts; }

@@ -8,7 +8,6 @@ namespace ep::cuda {
 void plan(const PlanArgs& args);
 void notify(const NotifyArgs& args);
 void dispatch_send(const DispatchSendArgs& args);
-void wait_for_sender(const WaitForSenderArgs& args);
 void dispatch_recv(const DispatchRecvArgs& args);
 void combine_send(const CombineSendArgs& args);
 void combine_recv(const CombineRecvArgs& args);

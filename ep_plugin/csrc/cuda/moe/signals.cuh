@@ -4,10 +4,6 @@
 //   opening    The sender's header. The receiver compares it with its own before it reads a row.
 //   arrival    The rows of one chunk are in the receiver's pool.
 //
-// A sender also signals to kernels of its own rank:
-//
-//   started    All CTAs of the sender run.
-//
 // Roles. One warp of each sending CTA signals chunks. It waits until the sending warps of its CTA have written all
 // their rows of a chunk, then counts its CTA. The CTA that is last signals the chunk to all peers.
 // Buffers. The words are in the control block of the rank that waits for them; common/layout.h describes them. State
@@ -104,16 +100,17 @@ __device__ inline bool open_sources_of_warp(const Run& run, Pool pool, const Hea
   return __all_sync(kAllLanes, open_sources_of_lane(run, pool, mine, src_tokens, counts)) != 0;
 }
 
-// --- started -------------------------------------------------------------------------------------------------------
+// --- counts --------------------------------------------------------------------------------------------------------
 
-// One warp of each CTA of a sender. When all CTAs run, kernels that wait on SMs for its rows may start
-// (ep_wait_for_sender). An optimistic sender that exits early signals too; the kernels that then start exit as well.
-__device__ inline void signal_started(const Run& run, Pool pool) {
-  if (lane_id() != 0) return;
-  State& state = state_of(run.comm);
-  if (ptx::atom_add_acq_rel_gpu(&state.ctas_started[pool], 1) + 1 != gridDim.x) return;
-  state.ctas_started[pool] = 0;
-  ptx::st_release_gpu(&state.started[pool], run.epoch);
+// One warp waits until notify, ahead in the stream, has the counts of all peers. A reused routing has them already.
+// Returns false after a fault. Joins the warp.
+__device__ inline bool has_counts(const Run& run, const Header& header) {
+  bool ok = true;
+  if (header.op == kOpDispatch && lane_id() == 0)
+    ok = peer::wait_at_least(run, &state_of(run.comm).counts_ready, run.epoch, run.comm.rank, kOwnKernel);
+  ok = __all_sync(kAllLanes, ok) != 0;
+  __syncwarp();  // then any lane may read the data that lane 0 has acquired
+  return ok;
 }
 
 // --- arrival -------------------------------------------------------------------------------------------------------
