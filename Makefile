@@ -94,7 +94,7 @@ test-pytorch: build torches
 	set -e; for version in $(TORCH); do \
 		.venv-torch-$$version/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_FLAGS) \
 			tests/integrations/test_fsdp2_uses.py tests/integrations/test_fsdp2_one_rank.py \
-			tests/integrations/test_token_switch.py \
+			tests/integrations/test_fsdp2_in_place.py tests/integrations/test_token_switch.py \
 			tests/transport/test_rails.py tests/moe/test_autograd.py tests/moe/test_known_calls.py \
 			tests/collectives/test_modes.py; \
 	done

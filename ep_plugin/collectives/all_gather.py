@@ -9,6 +9,7 @@ Shapes: R ranks, N nodes, n elements of a rank's shard.
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 from collections import deque
 from collections.abc import Sequence
@@ -69,6 +70,22 @@ class HierarchicalAllGather(Collective):
         self._run(gather, gather_alone, as_bytes("tensor", tensor), outputs)
         return self._work(list(tensor_list), async_op)
 
+    def gather_parts(self, block: torch.Tensor, parts: Sequence[tuple[int, int]]) -> None:
+        """Gathers several tensors of one block, in which every rank has its own shards in place. For CPUs on one node.
+
+        Ranks meet, read each other's blocks, and meet again: twice for any number of tensors.
+
+        Args:
+            block: uint8, a whole tensor from `allocate`.
+            parts: for each tensor, its first byte in the block and the bytes of one of its R shards, in rank order.
+
+        Raises:
+            PeerTimeout, PeerAborted, DisagreementError: as a gather does.
+        """
+        engine = self.engine_on(block.device)
+        engine.run(self._name, gather_parts, block, parts, nbytes=sum(nbytes for _, nbytes in parts))
+        engine.check()
+
 
 def gather(engine: CollectiveEngine, shard: torch.Tensor, outputs: list[torch.Tensor]) -> None:
     """shard: uint8 ``[bytes]``; outputs: one such tensor for each rank of the group."""
@@ -103,6 +120,24 @@ def gather_in_node(engine: CollectiveEngine, shard: torch.Tensor, outputs: list[
     if engine.node_size > 1:
         engine.inside.exchange(shard, outputs)
         engine.keep_blocks(outputs)
+
+
+def gather_parts(engine: CollectiveEngine, block: torch.Tensor, parts: Sequence[tuple[int, int]]) -> None:
+    """The arguments are those of `HierarchicalAllGather.gather_parts`."""
+    size, number = engine.node_size, engine.inside.block_of(block)
+    if number < 0:  # peers have not mapped it
+        for begin, nbytes in parts:
+            shards = list(block.narrow(0, begin, size * nbytes).view(size, nbytes))
+            gather_in_node(engine, shards[engine.index], shards)
+        return
+    words = list(torch.empty(size, 1, dtype=torch.uint8))
+    gather_in_node(engine, words[engine.index], words)
+    own = block.data_ptr()
+    for index, theirs in enumerate(engine.blocks.addresses(number)):
+        for begin, nbytes in parts if index != engine.index else ():
+            at = begin + index * nbytes
+            ctypes.memmove(own + at, theirs + at, nbytes)
+    gather_in_node(engine, words[engine.index], words)  # before a rank changes what others read
 
 
 def gather_alone(shard: torch.Tensor, outputs: list[torch.Tensor], rank: int = 0) -> torch.Tensor:

@@ -25,6 +25,7 @@ import ctypes
 import itertools
 import os
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -133,6 +134,10 @@ class Blocks:
         )
         self.keep_if_captured(number)
         return tensor_at(block.address, nbytes, self._device, owner)
+
+    def addresses(self, number: int) -> Sequence[int]:
+        """Where the ranks of the node have the block, as mapped here."""
+        return self._blocks[number].buffer.ptrs
 
     def keep_if_captured(self, number: int) -> None:
         """A block that a CUDA graph uses is never used again: nothing says when a graph is gone."""

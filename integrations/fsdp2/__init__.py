@@ -16,6 +16,8 @@ Left to PyTorch's own collectives
     group of the model shares. These are mostly the embedding and the head in the root (adapters.py says why).
 Groups of one rank
     They make no collective calls, and copy nothing (one_rank.py).
+Gathers on CPUs
+    They bring parameters to the memory that modules compute with (in_place.py).
 Reuse of memory
     FSDP2 drops its last reference to a gathered buffer only after its all-gather streams wait for the copy out of that
     buffer. The plugin uses the buffer again when no rank of the node has a tensor in it, and a rank writes to a peer's

@@ -19,12 +19,14 @@ import copy
 import math
 import weakref
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
+from ep_plugin.collectives import HierarchicalAllGather
 from ep_plugin.integrations import hooks
 from ep_plugin.integrations.fallback import falls_back
 from ep_plugin.integrations.pairs import Pair, PairUser, can_sum
@@ -55,10 +57,14 @@ class Adapter(PairUser):
         if not (is_ours and self._is_served(pair)):
             hooks.left("fsdp2")
             return self.replaced(output_tensor=output_tensor, input_tensor=input_tensor, group=group, **options)
+        with self.counted():
+            return getattr(pair, self.collective)(output_tensor, input_tensor, **options)
+
+    def counted(self) -> AbstractContextManager[object]:
+        """Counts a call that this adapter serves. Returns its range in a profile."""
         self.launches += 1
         hooks.served("fsdp2")
-        with self._range(f"FSDP2 {getattr(self.parameter_group, '_module_fqn', '')}") if self._range else NOTHING:
-            return getattr(pair, self.collective)(output_tensor, input_tensor, **options)
+        return self._range(f"FSDP2 {getattr(self.parameter_group, '_module_fqn', '')}") if self._range else NOTHING
 
     def _is_served(self, pair: Pair) -> bool:
         """Returns whether ep_plugin serves the group.
@@ -106,6 +112,16 @@ class PluginAllGather(Adapter, AllGather):  # type: ignore[misc]
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Returns an uninitialised, one-dimensional tensor."""
         return self._allocate(self.parameter_group._all_gather_process_group, size, dtype, device)
+
+    def in_node(self, group: dist.ProcessGroup) -> HierarchicalAllGather | None:
+        """Returns the collective over ``group`` if ep_plugin serves it and it is on one node.
+
+        The answer is the same on all ranks. The first call is collective, as in `_is_served`.
+        """
+        pair = self.pair(group, self.parameter_group.device, self.parameter_group.comm_ctx)
+        if group.size() == 1 or not self._is_served(pair):
+            return None
+        return None if pair.all_gather.engine_on(pair.device).rails.nodes else pair.all_gather
 
     def _is_ours(self, pair: Pair, output: torch.Tensor) -> bool:
         return pair.gathers_well(output)

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ep_plugin.errors import NotSupported
 from ep_plugin.integrations import hooks
 from ep_plugin.integrations.fallback import falls_back
-from ep_plugin.integrations.fsdp2 import one_rank
+from ep_plugin.integrations.fsdp2 import in_place, one_rank
 from ep_plugin.integrations.fsdp2.adapters import Adapter, PluginAllGather, PluginReduceScatter
 from ep_plugin.integrations.groups import check_group
 from ep_plugin.transport.groups import checked_group
@@ -138,8 +138,10 @@ def _serve(group: Any, *wanted: bool) -> None:
             setattr(group, name, made[name])
     if made:
         one_rank.serve(group)
+        in_place.serve(group)
     else:
         one_rank.leave(group)
+        in_place.leave(group)
     for setter in _SETTERS:
         if made:
             vars(group)[setter] = functools.partial(_set_unless_served, group, setter)

@@ -24,16 +24,16 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 
-_is_known = (2, 11) <= tuple(map(int, torch.__version__.split(".")[:2])) <= (2, 15)
+is_known = (2, 11) <= tuple(map(int, torch.__version__.split(".")[:2])) <= (2, 15)
 # FSDP2's own wrappers of the methods that are replaced here. Older versions have none.
-_outside_functorch = getattr(_fsdp_common, "_disable_functorch_if_active", lambda method: method)
+outside_functorch = getattr(_fsdp_common, "_disable_functorch_if_active", lambda method: method)
 _outside_dynamo = getattr(_fsdp_common, "_dynamo_disable", lambda method: method)
 
 
 def serve(group: Any) -> None:
     """Spares the copies of FSDP2's parameter group, if one rank holds its shards and this PyTorch is known."""
     is_alone = group.mesh_info.shard_mesh_size == 1 and group.post_forward_mesh_info in (None, group.mesh_info)
-    if _is_known and is_alone and group.__class__ is FSDPParamGroup:
+    if is_known and is_alone and group.__class__ is FSDPParamGroup:
         group.__class__ = _OneRankGroup
 
 
@@ -46,11 +46,11 @@ def leave(group: Any) -> None:
 
 
 class _OneRankGroup(FSDPParamGroup):
-    @_outside_functorch
+    @outside_functorch
     def wait_for_unshard(self) -> None:
         if self._all_gather_result is None:
             return  # unshard() has not been called, or had nothing to do
-        every, ours = self.fsdp_params, list(filter(_is_plain, self.fsdp_params))
+        every, ours = self.fsdp_params, list(filter(is_plain, self.fsdp_params))
         self.fsdp_params = [fsdp_param for fsdp_param in every if fsdp_param not in ours]  # those that FSDP2 copies
         for fsdp_param in self.fsdp_params:
             _separate(fsdp_param)
@@ -151,7 +151,7 @@ def _is_sole(gradient: torch.Tensor) -> bool:
     return is_whole and torch._C._storage_Use_Count(storage._cdata) == 2  # `gradient` and `storage`
 
 
-def _is_plain(fsdp_param: Any) -> bool:
+def is_plain(fsdp_param: Any) -> bool:
     """Returns whether the unsharded parameter is the shard, or the shard in another dtype."""
     shard = fsdp_param._sharded_param_data
     if fsdp_param.offload_to_cpu or hasattr(fsdp_param._sharded_local_tensor, "fsdp_pre_all_gather"):

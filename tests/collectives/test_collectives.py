@@ -187,6 +187,32 @@ def test_lists_of_tensors_from_anywhere() -> None:
     values(run_ranks(3, _lists_of_any_memory, 3))
 
 
+def _parts_of_a_block(rank: int, size: int) -> None:
+    sizes = (1, 257, 100_003, 3 << 20)
+    parts = [(sum(sizes[:i]) * size, nbytes) for i, nbytes in enumerate(sizes)]
+    with HierarchicalAllGather(num_buffers=1) as gather:
+        for step in range(12):
+            block = gather.allocate(sum(sizes) * size, torch.uint8)
+            if step % 4 == 3:
+                block = block.clone()  # peers have not mapped it
+            block.fill_(0xFF)
+            shards = [[block[begin:].narrow(0, at * nbytes, nbytes) for begin, nbytes in parts] for at in range(size)]
+            for own in shards[rank]:
+                own.fill_(step * size + rank)
+            gather.gather_parts(block, parts)
+            for own in shards[rank]:
+                own.fill_(0xEE)  # is for nobody
+            for source in {*range(size)} - {rank}:
+                assert all(part.eq(step * size + source).all() for part in shards[source]), (step, source)
+            del block, shards, own
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_parts_of_a_block_are_gathered_together(size: int) -> None:
+    """Ranks change their shards as soon as the call returns."""
+    values(run_ranks(size, _parts_of_a_block, size))
+
+
 def _one_element(rank: int) -> None:
     """Tensors of one element and of none are contiguous whatever their strides are."""
     gather, scatter = HierarchicalAllGather(), HierarchicalReduceScatter()

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from torch.distributed.tensor import Shard
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 LAYERS, STEPS = 4, 2
@@ -247,6 +248,21 @@ def counting_stock_calls() -> Iterator[StockCalls]:
     finally:
         for name, stock in types.items():
             stock.__call__ = saved[name]
+
+
+class Copies(TorchDispatchMode):
+    """Counts the elements that operations copy or cast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if any(word in function.name() for word in ("copy", "cat", "clone")):
+            copied = result if result is not None else (kwargs or {}).get("out", args[0])
+            self.elements += sum(one.numel() for one in (copied if isinstance(copied, list | tuple) else [copied]))
+        return result
 
 
 def peak_bytes(run: Callable[[], Any]) -> int:

@@ -20,7 +20,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from tests.integrations import fsdp2_cases as cases
@@ -66,21 +65,6 @@ class _Cost(NamedTuple):
     peak: float
 
 
-class _Copies(TorchDispatchMode):
-    """Counts the elements that operations copy or cast."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.elements = 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
-        if any(word in function.name() for word in ("copy", "cat", "clone")):
-            copied = result if result is not None else (kwargs or {}).get("out", args[0])
-            self.elements += sum(one.numel() for one in (copied if isinstance(copied, list | tuple) else [copied]))
-        return result
-
-
 def _step_alone(rank: int, policies: list[tuple[torch.dtype, MixedPrecisionPolicy]]) -> list[tuple[_Cost, _Cost]]:
     return [(_cost(False, *policy), _cost(True, *policy)) for policy in policies]
 
@@ -101,7 +85,7 @@ def _cost(enabled: bool, dtype: torch.dtype, policy: MixedPrecisionPolicy) -> _C
 
     step()
     model.zero_grad()
-    with _Copies() as copies:
+    with cases.Copies() as copies:
         step()
     model.zero_grad()
     return _Cost(copies.elements / whole, cases.peak_bytes(step) / whole / dtype.itemsize)
@@ -225,7 +209,7 @@ def _copied_by_experts(rank: int, as_dtensors: bool, before: bool) -> tuple[int,
     rows = torch.randn(4 * EXPERTS, WIDTH)
     shards = [parameter.to_local().data_ptr() for parameter in experts.parameters()]
     experts(rows).sum().backward()
-    with _Copies() as copies:
+    with cases.Copies() as copies:
         experts(rows).sum().backward()
     experts.unshard()
     return copies.elements, [_whole(parameter).data_ptr() in shards for parameter in experts.parameters()]

@@ -228,10 +228,12 @@ def test_as_with_stock(results, name: str) -> None:
 
 
 def _large_root(rank: int) -> dict[str, Any]:
-    """CPUs as GPUs are: with a limit, below the size of any group, and inputs of sums that nobody maps."""
+    """CPUs as GPUs are: with a limit, below the size of any group, copies, and inputs of sums that nobody maps."""
     from ep_plugin import HierarchicalReduceScatter
     from ep_plugin.integrations import fsdp2, pairs
+    from ep_plugin.integrations.fsdp2 import in_place
 
+    in_place.serve = lambda group: None
     pairs.STOCK_FROM_BYTES = {"cpu": 1}
     HierarchicalReduceScatter.maps_nothing_on = ("cpu",)
     case = cases.Case(vocabulary=2000)
