@@ -5,6 +5,7 @@ The emulation of the CUDA kernels and tests/gpu run the same cases. Shapes: T to
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch.distributed as dist
 
 from ep_plugin import _C, DispatchLayout, MoECommunicator
 from ep_plugin.dtypes import DTYPE_CODES
+from ep_plugin.errors import PeerAborted, PeerTimeout
 from ep_plugin.moe.arguments import address
 from ep_plugin.moe.high_throughput.engine import COMBINE_POOL, DISPATCH_POOL
 from ep_plugin.runtime.streams import current_stream
@@ -232,8 +234,11 @@ def refuses_bases_outside(rank: int, size: int, layout: DispatchLayout) -> None:
             out |= {"expert_count": _poisoned(EXPERTS, dtype=torch.int32)}
             out |= {"expert_offset": _poisoned(EXPERTS + 1, dtype=torch.int32)}
             part.dispatch(comm, out)
+            # On GPUs the fault may stop the send of rank 0 before rank 1 has all rows.
+            may_miss_rows = (PeerTimeout, PeerAborted) if comm.engine.device.type == "cuda" else ()
             if rank != 0:
-                finish(comm)
+                with contextlib.suppress(*may_miss_rows):
+                    finish(comm)
             dist.barrier()  # the error of rank 0 would end the call of rank 1
             if rank == 0:
                 with named(f"{name} = {value}"), pytest.raises(ValueError, match="handle: .* at step dispatch_recv"):
