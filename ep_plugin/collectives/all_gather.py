@@ -73,10 +73,11 @@ class HierarchicalAllGather(Collective):
     def gather_parts(self, block: torch.Tensor, parts: Sequence[tuple[int, int]]) -> None:
         """Gathers several tensors of one block, in which every rank has its own shards in place. For CPUs on one node.
 
-        Ranks meet, read each other's blocks, and meet again: twice for any number of tensors.
+        Ranks meet, read each other's blocks, and meet again: twice for any number of tensors. In memory that peers have
+        not mapped each tensor is a gather of its own.
 
         Args:
-            block: uint8, a whole tensor from `allocate`.
+            block: uint8, a whole tensor from `allocate`, or ordinary memory on every rank.
             parts: for each tensor, its first byte in the block and the bytes of one of its R shards, in rank order.
 
         Raises:

@@ -1,12 +1,15 @@
 """Gathers parameters into the memory that the module computes with, so that nothing is copied out. On CPUs.
 
 FSDP2 gathers into a buffer, ordered by rank, and copies every parameter out of it. Here the parameters of a group are
-parts of one block that peers map. Each rank copies or casts its shards to their places there, and a gather brings the
-others to theirs. Everything else is FSDP2's own code, and results are equal bit for bit.
+parts of one block. Each rank copies or casts its shards to their places there, and a gather brings the others to
+theirs. Everything else is FSDP2's own code, and results are equal bit for bit.
 
 Storages
     A parameter keeps its storage, which views that autograd has saved share. The storage gets the part's memory by a
     swap when FSDP2 unshards, and gives it back when FSDP2 frees it. The block is free again with the last part.
+Blocks
+    Peers map a block, and it stays, if another group of the model has about its size. Otherwise it is ordinary memory,
+    which goes when FSDP2 reshards, and each part is a gather of its own.
 Left to FSDP2's own copies
     Groups over several nodes, and on GPUs. Groups with a parameter that is offloaded to the host, has
     ``fsdp_pre_all_gather``, is of a class of its own, is sharded over another dimension than the first, or has memory

@@ -107,6 +107,10 @@ def _life_of_blocks(rank: int) -> None:
     (blocks,) = sizes  # the same from the first step on
     # In backward a layer is gathered ahead of its use.
     assert sum(nbytes for nbytes, _ in blocks) <= 2 * (layer + 4 * WIDTH) + 2 * 4096
+    model.layers[0].unshard()
+    assert _held() == 1 and _pair().all_gather.maps(model.layers[0].weight.data)
+    model.layers[0].reshard()
+    assert _held() == 0
 
 
 def test_blocks_are_free_when_parameters_are_sharded() -> None:
@@ -127,7 +131,7 @@ def _peaks(rank: int, options: dict[str, Any]) -> tuple[int, int, list[int]]:
     [({}, 2), ({"reshard_after_forward": False}, LAYERS), ({"mp_policy": cases.BF16}, 2)],
     ids=["resharded", "kept after forward", "mixed precision"],
 )
-def test_memory_is_less_than_stock_s_and_a_block_for_each_that_is_unsharded(
+def test_memory_is_less_than_stock_s_and_a_block_for_each_layer_that_is_unsharded(
     options: dict[str, Any], layers: int
 ) -> None:
     """Blocks stay, and PyTorch allocates no unsharded layers and no buffers for gathers."""
@@ -214,8 +218,8 @@ def _kept_storage(rank: int) -> tuple[bool, bool]:
     for _ in range(2):
         _loss(model).backward()
         places.append([fsdp_param._unsharded_param.data_ptr() for group in _groups(model) for fsdp_param in group])
-    _loss(model)
-    return places[0] == places[1], not _pair().all_gather.maps(model.embed.weight.data)
+    model.layers[0].unshard()
+    return places[0] == places[1], not _pair().all_gather.maps(model.layers[0].weight.data)
 
 
 def _groups(model: Any) -> list[Any]:
