@@ -646,8 +646,8 @@ class HighThroughput:
         """Takes the kernels of a module of _C, or functions of Python with their names."""
 
     def set_streams(self, own: int, functions: object, order: StreamOrder | None, /) -> None:
-        """functions: None, or an object whose caller(), order_after() and take() know the streams. sending, receiving:
-        their orders on GPUs."""
+        """functions: None, or an object whose caller(), order_after() and enter_on() know the streams. order: that of
+        the device's operations, on GPUs."""
 
     def set_number(self, number: int, /) -> None: ...
     def set_serves(self, name: str, /) -> None: ...

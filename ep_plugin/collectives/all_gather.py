@@ -78,10 +78,11 @@ class HierarchicalAllGather(Collective):
 
         Args:
             block: uint8, a whole tensor from `allocate`, or ordinary memory on every rank.
-            parts: for each tensor, its first byte in the block and the bytes of one of its R shards, in rank order.
+            parts: for each tensor, its first byte in the block and the bytes of one of its R shards, in rank order. Equal
+                on all ranks, which is not checked.
 
         Raises:
-            PeerTimeout, PeerAborted, DisagreementError: as a gather does.
+            PeerTimeout, PeerAborted: as a gather does.
         """
         engine = self.engine_on(block.device)
         engine.run(self._name, gather_parts, block, parts, nbytes=sum(nbytes for _, nbytes in parts))

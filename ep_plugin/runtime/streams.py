@@ -31,10 +31,10 @@ _SAME_DEVICE = contextlib.nullcontext()
 
 
 class Streams:
-    """The order of one communicator's kernels. This class serves CPUs."""
+    """The order of a device's kernels. This class serves CPUs."""
 
     own = 0
-    """The own stream."""
+    """The stream of operations in flight and over nodes."""
     order: Any = None
     """The _C.StreamOrder of `enter`; None on CPUs."""
 
@@ -67,6 +67,10 @@ class Streams:
 
     def drain(self) -> None:
         """Blocks the host until all enqueued kernels are done."""
+
+    def wait(self) -> None:
+        """Blocks the host until all earlier operations are done, and what the caller's stream has before them."""
+        self.drain()
 
     def capturing(self) -> int:
         """Returns the id of the CUDA graph capture of the caller's stream. 0: none."""
@@ -121,6 +125,8 @@ class CudaStreams(Streams):
 
     def join(self) -> None:
         self.enter()
+        if "_own" in vars(self):  # kernels that have not entered may run there
+            self.follow(self.own)
 
     def record(self, *tensors: torch.Tensor | None) -> None:
         record_stream(self._own, tensors)
@@ -130,6 +136,10 @@ class CudaStreams(Streams):
 
     def drain(self) -> None:
         torch.cuda.synchronize(self._device)
+
+    def wait(self) -> None:
+        self.join()
+        caller_stream(self._device).synchronize()
 
     def capturing(self) -> int:
         return _C.stream_capture(self.caller(), self._device.index)

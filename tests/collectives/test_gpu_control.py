@@ -249,6 +249,11 @@ def test_streams_of_one_graph_follow_each_other(
     streams = CudaStreams(torch.device("cuda", 0))
     assert streams.follow(before) == now and waited == ([(now, before, 0)] if waits else [])
     assert streams.follow(now) == now and len(waited) == waits
+    vars(streams)["_own"] = SimpleNamespace(cuda_stream=before)
+    for _ in range(2):  # operations in flight may go on there after a join
+        waited.clear()
+        streams.join()
+        assert waited == ([(now, before, 0)] if waits else [])
 
 
 def _finds_blocks(rank: int) -> None:

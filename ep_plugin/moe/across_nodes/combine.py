@@ -84,6 +84,7 @@ class CombineAcrossNodes(Operation):
     def finish(self) -> Tensors:
         """Adds up this node's tokens, then the rows of all nodes."""
         engine, streams, routing = self._engine, self._engine.streams, self._routing
+        engine.enter(self._sms)
         self._receive(0)
         with streams.on_own():
             for crossing in self._crossing:

@@ -184,7 +184,7 @@ class HighThroughputEngine(GroupEngine):
                 f"{self.name}: the {name} has {self.pool_bytes(pool)} bytes where {nbytes} are needed, "
                 "and a CUDA graph is being captured: run one step of this shape before capturing"
             )
-        self.streams.drain()
+        self.streams.wait()
         self.within.watch = _watch_of(self, (name, nbytes))
         sizes = self.within.all_gather(f"grow {name}", nbytes)
         self.within.watch = weakly(self.check)
