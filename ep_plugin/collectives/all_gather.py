@@ -78,8 +78,8 @@ class HierarchicalAllGather(Collective):
 
         Args:
             block: uint8, a whole tensor from `allocate`, or ordinary memory on every rank.
-            parts: for each tensor, its first byte in the block and the bytes of one of its R shards, in rank order. Equal
-                on all ranks, which is not checked.
+            parts: for each tensor, its first byte in the block and the bytes of one of its R shards, in rank order.
+                They are equal on all ranks, which is not checked.
 
         Raises:
             PeerTimeout, PeerAborted: as a gather does.
