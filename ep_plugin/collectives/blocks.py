@@ -136,7 +136,7 @@ class Blocks:
         return tensor_at(block.address, nbytes, self._device, owner)
 
     def addresses(self, number: int) -> Sequence[int]:
-        """Where the ranks of the node have the block, as mapped here."""
+        """Returns the addresses at which this process has mapped the block of each rank of the node."""
         return self._blocks[number].buffer.ptrs
 
     def keep_if_captured(self, number: int) -> None:

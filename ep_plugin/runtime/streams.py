@@ -125,7 +125,7 @@ class CudaStreams(Streams):
 
     def join(self) -> None:
         self.enter()
-        if "_own" in vars(self):  # kernels that have not entered may run there
+        if "_own" in vars(self):  # an operation over nodes goes on there after others have entered
             self.follow(self.own)
 
     def record(self, *tensors: torch.Tensor | None) -> None:

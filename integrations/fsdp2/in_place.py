@@ -77,7 +77,7 @@ class _InPlaceGroup(FSDPParamGroup):
 
     @property
     def parts(self) -> list[torch.Tensor] | None:
-        """What has been gathered in place and is not in the parameters yet."""
+        """The gathered memory of each parameter, between `unshard` and `wait_for_unshard`; None at other times."""
         output = self._all_gather_result and self._all_gather_result.all_gather_output
         return output if isinstance(output, list) else None
 
