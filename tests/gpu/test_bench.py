@@ -6,7 +6,7 @@ import pytest
 
 from ep_plugin.bench.suites.collectives import MIB, AllGatherSuite, CollectiveSuite, ReduceScatterSuite
 from ep_plugin.bench.suites.host import HostSuite
-from ep_plugin.bench.suites.moe import LowLatencySuite
+from ep_plugin.bench.suites.moe import LowLatencySuite, MoeSuite
 from ep_plugin.bench.suites.overlap import ALONE, OverlapSuite
 from ep_plugin.bench.suites.stand_in import StandInSuite
 from ep_plugin.bench.suites.wire import WireSuite
@@ -55,6 +55,13 @@ def test_low_latency_is_right_and_timed_beside_nccl() -> None:
     rows = {(row["case"], row["impl"]) for row in found["rows"]}
     for name in (f"{what}_t{tokens}" for what in LOW_LATENCY for tokens in (1, 20)):
         assert {(name, "ep_plugin"), (name, "nccl_all_to_all")} <= rows
+
+
+@pytest.mark.gpu(1)
+def test_one_rank_has_no_floor_because_no_rows_cross() -> None:
+    sizes = {"tokens": 64, "hidden": 1024, "topk": 4, "experts": 16}
+    found = MoeSuite(backend="cuda", ranks=1, iterations=2, case=["roundtrip*"], peer=["all_to_all"], **sizes).run()
+    assert {row["impl"] for row in found["rows"]} == {"ep_plugin", "nccl_all_to_all"}
 
 
 @pytest.mark.gpu(2)

@@ -5,6 +5,7 @@ On CPUs the totals are always there in time, so `denies_totals` makes the host b
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import os
@@ -48,6 +49,7 @@ class Recorded:
     def __init__(self, engine: HighThroughputEngine) -> None:
         self._kernels = engine.kernels
         self.early: list[bool] = []
+        self.in_order: list[int] = []  # the receives of dispatches and combines
         engine.kernels = self
 
     def __getattr__(self, name: str) -> Any:
@@ -55,9 +57,14 @@ class Recorded:
 
     def dispatch_recv(self, args: Any) -> None:
         self.early.append(bool(args.optimistic))
+        self.in_order.append(args.in_order)
         self._kernels.dispatch_recv(args)
         if self.keeps_rows:
             self.rows = ctypes.string_at(args.tokens, args.capacity * args.header.row_bytes)
+
+    def combine_recv(self, args: Any) -> None:
+        self.in_order.append(args.in_order)
+        self._kernels.combine_recv(args)
 
     def since_last(self) -> list[bool]:
         early, self.early = self.early, []
@@ -113,6 +120,23 @@ def _one_count_outgrows(rank: int, size: int, alike: tuple[int, int], other: tup
 @pytest.mark.parametrize(("alike", "other"), [((800, 1), (800, 3)), ((200, 3), (600, 1))], ids=["rows", "slots"])
 def test_rows_or_slots_alone_may_outgrow_an_early_output(alike: tuple[int, int], other: tuple[int, int]) -> None:
     on_ranks(2, _one_count_outgrows, alike, other)
+
+
+def _after_fills(rank: int, size: int) -> None:
+    case = Case(tokens=(20,) * size, num_experts=2 * size)
+    inputs = make_inputs(case)
+    for capacity in (None, 400):
+        with communicator(case, max_tokens_per_rank=20, timeout_s=20) as comm:
+            kernels = Recorded(comm.engine)
+            for filled in (contextlib.nullcontext(), poisoned()):
+                with filled:
+                    output, handle = comm.dispatch(inputs.x[rank], inputs.ids[rank], capacity=capacity)
+                    comm.combine(output.tokens, handle)
+            assert kernels.in_order == [0, 0, 1, 1]
+
+
+def test_a_receive_waits_for_kernels_that_fill_its_output() -> None:
+    on_ranks(2, _after_fills)
 
 
 def _memory_for_no_more(rank: int, size: int) -> None:

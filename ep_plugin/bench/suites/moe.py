@@ -118,7 +118,7 @@ class MoeSuite(OverNodes, ExchangeSuite):
         rate, notes = None, [] if self.sweep else [memory]
         if device.type == "cuda":
             notes = [SMS_ARE, *notes]
-        if device.type == "cuda" and self.nodes == 1:
+        if device.type == "cuda" and self.ranks > self.nodes == 1:
             rate, case = best_sm_store_rate(device)
             notes = [f"floor: {rate:.1f} GB/s, the best rate of SM stores in this run ({case})", *notes]
         rows = time_cases(device, self.specs(), self.peer, self.iterations, rate, self.nodes)

@@ -97,13 +97,14 @@ void bind_dispatch_args(py::module_& m) {
   EP_STRUCT(m, DispatchSendArgs, comm, routing, header, x, x_stride, scales, scale_stride, weights, num_sms, optimistic,
             quantize, element, stream);
   EP_STRUCT(m, DispatchRecvArgs, comm, routing, header, tokens, scales, weights, topk_ids, row_expert_ids, expert_count,
-            expert_offset, overflow, capacity, num_sms, fresh, optimistic, wide_ids, stream);
+            expert_offset, overflow, capacity, num_sms, fresh, optimistic, wide_ids, in_order, stream);
 }
 
 void bind_combine_args(py::module_& m) {
   EP_STRUCT(m, CombineSendArgs, comm, routing, header, y, rows, weights, extra, hidden, element, num_sms, per_row,
             stream);
-  EP_STRUCT(m, CombineRecvArgs, comm, routing, header, out, bias, extra, hidden, element, num_sms, wide_bias, stream);
+  EP_STRUCT(m, CombineRecvArgs, comm, routing, header, out, bias, extra, hidden, element, num_sms, wide_bias, in_order,
+            stream);
   EP_STRUCT(m, WeightGradArgs, y, rows, factors, dots, num_rows, hidden, element, stream);
 }
 

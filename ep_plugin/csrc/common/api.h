@@ -115,6 +115,8 @@ struct DispatchRecvArgs {
   int32_t fresh;           // 1: also writes the routing's recv_rows and recv_chunk_end; 0: a cached dispatch
   int32_t optimistic;      // 1: enqueued before the host knows whether `capacity` and the routing's `slots` suffice
   int32_t wide_ids;        // 1: topk_ids are int64
+  int32_t in_order;        // CUDA. 1: starts after all work on the stream; 0: when the send ahead of it lets it
+  int32_t reserved;
   Address stream;
 };
 
@@ -151,7 +153,7 @@ struct CombineRecvArgs {
   int32_t element;
   int32_t num_sms;    // CUDA
   int32_t wide_bias;  // 1: the bias is float32 where elements are of 16 bits; 0: it is of the elements' type
-  int32_t reserved;
+  int32_t in_order;   // CUDA. As in DispatchRecvArgs
   Address stream;
 };
 

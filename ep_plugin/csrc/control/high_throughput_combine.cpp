@@ -103,6 +103,7 @@ bool Combine::finish() {
 bool Combine::make_sums() {
   HighThroughput& engine = *engine_;
   Results made = engine.new_results();
+  recv_.in_order = made.are_filled();
   std::vector<Object*> owners{&out_};
   const int64_t T = routing_.num_tokens;
   bool is_made = made.empty({T, send_.hidden}, plan_.dtype, &recv_.out);

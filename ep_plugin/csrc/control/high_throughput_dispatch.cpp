@@ -324,6 +324,7 @@ bool Dispatch::make_output(const Rows& room) {
   HighThroughput& engine = *engine_;
   const int64_t K = topk_, N = room.output;
   output_.reset(new Results(engine.new_results()));
+  recv_.in_order = output_->are_filled();
   room_ = room;
   Address ids = 0;
   recv_.scales = recv_.weights = 0;

@@ -132,6 +132,8 @@ class Results {
   // A contiguous view of the tensor `of`, from the element `begin` on.
   bool view(size_t of, std::initializer_list<int64_t> sizes, int64_t begin);
   size_t size() const { return held_.size(); }
+  // Whether PyTorch's kernels fill the tensors, as with deterministic algorithms.
+  bool are_filled() const { return must_fill_; }
   // Deletes a tensor, whose views stay.
   void drop(size_t at);
   // Returns a list of tensor objects, in the order in which they were added. None with Python's error set.

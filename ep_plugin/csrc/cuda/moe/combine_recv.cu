@@ -1,7 +1,7 @@
 // Combine receive: adds the partial rows of a token to the bias, in the order of the ranks that sent them.
 //
 // Roles. Warps share the tokens (rows.cuh). A token's chunk must have arrived from every rank. The last CTA signals to
-// the ranks that their rows have been read. The kernel follows the send, which launches its dependents.
+// the ranks that their rows have been read. The send ahead of it in the stream lets it start (launch_early).
 // Memory order. The warp acquires a chunk's arrivals at system scope, joins, and fences the async proxy before bulk
 // loads. Consumed words are signalled with release order, after the reads of all CTAs.
 // After a fault. All outputs are filled with 0xFF bytes.
@@ -28,19 +28,21 @@ __global__ void __launch_bounds__(kReduceWarps* kWarp, 1)
   if (blockIdx.x == 0) ptx::wait_on_dependency();  // so that the next kernel in the stream runs after the send
 }
 
+template <class Element, bool kBulk>
+void launch_kernel(const CombineRecvArgs& args, const Cut& cut) {
+  constexpr auto kKernel = ep_combine_recv<Element, kBulk>;
+  const auto launch_it =
+      args.in_order == 0 ? launch_early<kKernel, CombineRecvArgs, Cut> : launch<kKernel, CombineRecvArgs, Cut>;
+  launch_it("combine_recv", args.num_sms, kReduceWarps * kWarp, cut.shared_bytes(), args.stream, args, cut);
+}
+
 template <class Element>
 void launch_combine_recv(const CombineRecvArgs& args) {
   const KernelLimits limits = limits_of<ep_combine_recv<Element, true>>();
   const bool bulk = limits.bulk && args.comm.plain == 0;
   const Cut cut = cut_for_sums(args.header.row_bytes, args.routing.num_tokens, kReduceWarps, 2 * args.comm.num_ranks,
                                limits.shared_bytes, bulk);
-  const int threads = kReduceWarps * kWarp;
-  if (bulk)
-    launch_early<ep_combine_recv<Element, true>>("combine_recv", args.num_sms, threads, cut.shared_bytes(), args.stream,
-                                                 args, cut);
-  else
-    launch_early<ep_combine_recv<Element, false>>("combine_recv", args.num_sms, threads, cut.shared_bytes(),
-                                                  args.stream, args, cut);
+  return bulk ? launch_kernel<Element, true>(args, cut) : launch_kernel<Element, false>(args, cut);
 }
 
 }  // namespace

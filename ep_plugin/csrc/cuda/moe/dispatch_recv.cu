@@ -43,11 +43,12 @@ __global__ void __launch_bounds__(kCopyWarps* kWarp, 1)
   if (blockIdx.x == 0) ptx::wait_on_dependency();  // so that the next kernel in the stream runs after the send
 }
 
-// The kernel follows the send, which launches its dependents.
 template <bool kBulk>
 void launch_dispatch_recv(const DispatchRecvArgs& args, const Cut& cut) {
-  launch_early<ep_dispatch_recv<kBulk>>("dispatch_recv", args.num_sms, cut.warps * kWarp, cut.shared_bytes(),
-                                        args.stream, args, cut);
+  constexpr auto kKernel = ep_dispatch_recv<kBulk>;
+  const auto launch_it =
+      args.in_order == 0 ? launch_early<kKernel, DispatchRecvArgs, Cut> : launch<kKernel, DispatchRecvArgs, Cut>;
+  launch_it("dispatch_recv", args.num_sms, cut.warps * kWarp, cut.shared_bytes(), args.stream, args, cut);
 }
 
 }  // namespace
