@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ep_plugin.deep_ep import low_latency
+from ep_plugin.deep_ep import low_latency_memory
 from ep_plugin.integrations import hooks
 from tests.gpu import over_nodes
 from tests.gpu.checks import device_of
@@ -80,7 +80,7 @@ def run(
             module = importlib.import_module(home)
             for name in replaced.keys() & vars(module).keys():
                 patches.enter_context(unittest.mock.patch.object(module, name, replaced[name]))
-        patches.enter_context(unittest.mock.patch.object(low_latency, "_SHRINK_TIMEOUT_S", MASKED_AFTER_S))
+        patches.enter_context(unittest.mock.patch.object(low_latency_memory, "_SHRINK_TIMEOUT_S", MASKED_AFTER_S))
         patches.enter_context(unittest.mock.patch.object(torch.multiprocessing, "spawn", spawn))
         patches.enter_context(unittest.mock.patch.object(dist, "destroy_process_group"))  # tests.ranks does it
         patches.enter_context(

@@ -84,6 +84,40 @@ def test_script_passes(name: str) -> None:
     values(run_ranks(one.ranks, _run_on_cpu, one.ranks, *given, timeout_s=250))
 
 
+UTILS = """
+def init_dist(local_rank, num_local_ranks):
+    raise AssertionError("expected the caller's init_dist")
+"""
+SCRIPT = """
+import argparse
+import deep_ep
+import torch
+from utils import init_dist
+
+def main(local_rank, num_local_ranks, args):
+    rank, num_ranks, group = init_dist(local_rank, num_local_ranks)
+    nbytes = deep_ep.Buffer.get_low_latency_rdma_size_hint(16, 128, num_ranks, 2 * num_ranks)
+    buffer = deep_ep.Buffer(group, num_rdma_bytes=nbytes, low_latency_mode=True, enable_shrink=True)
+    assert int(1e9) == 1
+    ids = torch.full((4, 1), 2 * rank, device='cuda')
+    x = torch.full((4, 128), rank + 1.0, device='cuda')
+    _, counts, _, event, _ = buffer.low_latency_dispatch(x, ids, 16, 2 * num_ranks, use_fp8=False)
+    assert counts.tolist() == [4, 0], counts
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--num-processes", type=int)
+args = parser.parse_args()
+torch.multiprocessing.spawn(main, args=(args.num_processes, args), nprocs=args.num_processes)
+"""
+
+
+def test_a_script_in_the_manner_of_deep_ep_runs_unchanged(tmp_path: Path) -> None:
+    """Without a checkout this finds names of ours that the runner replaces and that are gone."""
+    (tmp_path / "utils.py").write_text(UTILS)
+    (tmp_path / "test_small.py").write_text(SCRIPT)
+    values(run_ranks(2, _run_on_cpu, 2, tmp_path / "test_small.py", [], timeout_s=100))
+
+
 def _run_on_cpu(rank: int, *given: Any) -> None:
     os.environ["EP_TEST_DEVICE"] = "cpu"  # also on a machine with GPUs
     deep_ep_scripts.run(rank, *given)
