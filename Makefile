@@ -11,6 +11,8 @@ CSRC = $(shell find ep_plugin/csrc tests/emulation -name '*.h' -o -name '*.cuh' 
 
 .PHONY: venv build check test test-megatron test-huggingface torches test-pytorch demo lint docs format mutate gpu wheel clean
 .DELETE_ON_ERROR:
+# A module is compiled when it is first imported, and kept. Otherwise each process would compile PyTorch, in 13 seconds.
+unexport PYTHONDONTWRITEBYTECODE
 
 venv: $(VENV)/requirements.stamp
 
@@ -18,8 +20,9 @@ $(VENV)/requirements.stamp: requirements/dev.txt requirements/constraints.txt re
 	@test -x $(PY) || test -n "$(PYTHON)" || \
 		{ echo "make: expected Python 3.11 to 3.13, found $$(python3 --version 2>&1); set PYTHON=" >&2; exit 1; }
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements/dev.txt
-	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/no-deps.txt
+	$(PY) -m pip install --quiet --disable-pip-version-check --no-compile -r requirements/dev.txt
+	$(PY) -m pip install --quiet --disable-pip-version-check --no-compile --no-deps \
+		-r requirements/no-deps.txt
 	touch $@
 
 # Editable: Python files take effect as they are, and `build` brings _C up to date.
