@@ -61,7 +61,7 @@ class ManyRanks:
         sizes = [control_bytes] * ranks if isinstance(control_bytes, int) else control_bytes
         self.control = Block(sizes)
         self._states = [zeroed(_C.state_bytes) for _ in range(ranks)]
-        self._boards = [zeroed(_C.board_bytes(experts // ranks)) for _ in range(ranks)]
+        self._boards = [zeroed(_C.board_bytes(_C.num_totals + experts // ranks)) for _ in range(ranks)]
         self._threads = ThreadPoolExecutor(ranks)
         self.comms = [
             _C.Comm(

@@ -24,7 +24,7 @@ from ep_plugin.bench.report import markdown_table, picture
 from ep_plugin.bench.suite import check_least, check_names
 from ep_plugin.config import ROW_ALIGNMENT_BYTES
 from ep_plugin.dtypes import num_scales
-from ep_plugin.moe.across_nodes.legs import chunk_bounds, legs_of, num_chunks
+from ep_plugin.moe.legs import chunk_bounds, legs_of, num_chunks
 
 TWO_LEVEL, ROW_PER_RANK, COPIES = WAYS = ("two levels", "flat, a row per rank", "flat, K copies")
 DISPATCH, CACHED, COMBINE = "dispatch", "cached dispatch", "combine"

@@ -29,10 +29,10 @@ class Boards:
         device_address: the same board as kernels see it.
     """
 
-    def __init__(self, boards: Sequence[int], index: int, local_experts: int, device: torch.device) -> None:
-        """boards: the address here of each rank's board, in zeroed memory. device: where kernels run."""
+    def __init__(self, boards: Sequence[int], index: int, num_totals: int, device: torch.device) -> None:
+        """boards: the address here of each rank's board, in zeroed memory. num_totals: how many each has room for.
+        device: where kernels run."""
         self.index, self.size = index, len(boards)
-        self._local_experts = local_experts
         # Another thread, or a signal's handler, may use the boards while this one closes them.
         self._guard = threading.RLock()
         self._closed = False
@@ -40,7 +40,7 @@ class Boards:
             self._ptrs = tuple(boards)
             self.address = self.device_address = self._ptrs[self.index]
             if device.type == "cuda":
-                self.device_address = _C.register_host(self.address, _C.board_bytes(local_experts), device.index)
+                self.device_address = _C.register_host(self.address, _C.board_bytes(num_totals), device.index)
                 self._resources.callback(self._unregister)
             self._resources.callback(_C.unlist_board, self.address)
             _C.list_board(self.address)
@@ -84,17 +84,12 @@ class Boards:
         """Marks every rank's board, this one's too: all waits end at once. reason: from `reason_of` or `text_of`."""
         self._mark(self.index, reason)
 
-    def wait_ticket(self, ticket: int, timeout_s: float) -> bool:
-        """Waits for a notify's totals. Returns False if a fault, an abort or the deadline came first."""
-        return _C.wait_ticket(self.address, ticket, int(timeout_s * 1e9)) == 0
-
-    def totals(self, copy: torch.Tensor, expert_counts: torch.Tensor) -> list[int]:
-        """Returns four totals: slots, rows, the most rows from one rank to another, and the most from one rank to all.
-
-        It writes the totals and then the rows of each local expert to `copy`, and the rows of each local expert to
-        `expert_counts`. Both tensors are int64.
-        """
-        return _C.board_totals(self.address, self._local_experts, copy.data_ptr(), expert_counts.data_ptr())
+    def totals(self, segments: int, local_experts: int) -> torch.Tensor:
+        """Returns the totals of the first segments, int64 ``[segments, num_totals + local_experts]``: slots, rows, the
+        most rows from one rank to another, the most from one rank to all, then the rows of each local expert."""
+        copy = torch.empty((segments, _C.num_totals + local_experts), dtype=torch.int64, device="cpu")
+        _C.board_totals(self.address, copy.numel(), copy.data_ptr())
+        return copy
 
     def close(self) -> None:
         """Ends all use of the boards: later calls read and write nothing. It may be called again."""

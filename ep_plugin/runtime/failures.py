@@ -42,7 +42,7 @@ class GroupBoards(Boards):
         self,
         boards: Sequence[int],
         index: int,
-        local_experts: int,
+        num_totals: int,
         state: torch.Tensor,
         num_nodes: int,
         store: Any,
@@ -52,7 +52,7 @@ class GroupBoards(Boards):
     ) -> None:
         """
         Args:
-            boards, index, local_experts: as for Boards.
+            boards, index, num_totals: as for Boards.
             state: the communicator's device state, uint8. It contains the fault word.
             store: Exchange.polled_store, for keys of this communicator alone.
             rank: this rank, of `group_size` ranks in the group.
@@ -78,7 +78,7 @@ class GroupBoards(Boards):
         self._received = torch.zeros(num_nodes, STATUS_BYTES, dtype=torch.uint8, device=state.device)
         self._on_host = torch.zeros(num_nodes, STATUS_BYTES, dtype=torch.uint8, device="cpu", pin_memory=state.is_cuda)
         self._words = (ctypes.c_uint64 * num_nodes).from_address(self._on_host.data_ptr())
-        super().__init__(boards, index, local_experts, state.device)
+        super().__init__(boards, index, num_totals, state.device)
         _poller.add(self)
 
     def quiet(self) -> bool:

@@ -134,21 +134,21 @@ class GroupEngine(BaseEngine):
         own = [buffer for memory in self._memories for buffer in memory.buffers()]
         return own if self.closed else [*own, *self.shared]
 
-    def _allocate_boards(self, local_experts: int) -> tuple[int, ...]:
-        """Allocates the boards of this communicator in host memory. Collective.
+    def _allocate_boards(self, num_totals: int = 0) -> tuple[int, ...]:
+        """Allocates the boards of this communicator in host memory, with room for `num_totals` totals. Collective.
 
         Returns the address of each rank's board, by local rank. This object frees the memory.
         """
-        return self._own(ShmMemory(self.within)).allocate(_C.board_bytes(local_experts), "board").ptrs
+        return self._own(ShmMemory(self.within)).allocate(_C.board_bytes(num_totals), "board").ptrs
 
-    def _make_boards(self, boards: Sequence[int], local_experts: int = 0) -> None:
+    def _make_boards(self, boards: Sequence[int], num_totals: int = 0) -> None:
         """Makes `boards` from the address of each rank's board. The caller frees their memory after `close`."""
         if self.rails.nodes:
             store, found = self.exchange.polled_store("failure"), weakly(self._fail_with_another_node)
             self.boards = self.group_boards = GroupBoards(
                 boards,
                 self.index,
-                local_experts,
+                num_totals,
                 self.state,
                 self.node_map.num_nodes,
                 store,
@@ -157,7 +157,7 @@ class GroupEngine(BaseEngine):
                 found,
             )
         else:
-            self.boards = Boards(boards, self.index, local_experts, self.device)
+            self.boards = Boards(boards, self.index, num_totals, self.device)
         self._resources.callback(self.boards.close)
 
     @functools.cached_property

@@ -6,6 +6,7 @@ EP_PLUGIN_RANKS_PER_NODE splits this machine into nodes; EP_PLUGIN_HOST does so 
 from __future__ import annotations
 
 import os
+import unittest.mock
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch.distributed as dist
 
 from ep_plugin import MoECommunicator, MoECommunicatorConfig
 from ep_plugin.errors import DisagreementError, NotSupported
-from ep_plugin.moe.across_nodes.legs import chunk_bounds, legs_of, num_chunks
+from ep_plugin.moe.legs import chunk_bounds, legs_of, num_chunks
 from tests.moe import (
     test_async,
     test_autograd,
@@ -70,6 +71,25 @@ def _chunks_of_few(rank: int, size: int) -> None:
 def test_padding_has_room_for_every_number_of_tokens():
     on_nodes(2, 1, _chunks_of_few)
     on_nodes(3, 1, _chunks_of_few)
+
+
+def _host_waits(rank: int, size: int) -> tuple[int, int]:
+    """Of one dispatch: the waits for totals, and those for counts of other nodes."""
+    case = Case(tokens=ragged(size, 40), num_experts=size, topk=1)
+    inputs = make_inputs(case)
+    with communicator(case, FLAT) as comm:
+        engine, nodes = comm.engine, comm.nodes
+        with (
+            unittest.mock.patch.object(engine, "wait_totals", wraps=engine.wait_totals) as totals,
+            unittest.mock.patch.object(nodes, "_on_host", wraps=nodes._on_host) as counts,
+        ):
+            comm.dispatch(inputs.x[rank], inputs.ids[rank])
+        return totals.call_count, counts.call_count
+
+
+@pytest.mark.parametrize("nodes", [2, 4, 8])
+def test_a_dispatch_waits_as_often_over_many_nodes(nodes: int) -> None:
+    assert on_nodes(nodes, 1, _host_waits) == [(1, 1)] * nodes
 
 
 # -- the cases of one node -------------------------------------------------------------------------------------------

@@ -18,10 +18,10 @@ from torch.utils._pytree import tree_leaves
 
 from ep_plugin import _C, MoECommunicatorConfig
 from ep_plugin.moe.across_nodes.dispatch import DispatchAcrossNodes
-from ep_plugin.moe.across_nodes.legs import Leg, num_chunks
 from ep_plugin.moe.across_nodes.nodes import Nodes
 from ep_plugin.moe.across_nodes.routing import NodesRouting
 from ep_plugin.moe.high_throughput.sms import KernelSms
+from ep_plugin.moe.legs import Leg, num_chunks
 from ep_plugin.runtime.streams import Streams
 from ep_plugin.transport.topology import NodeMap, RankReport, build_node_map
 

@@ -43,20 +43,8 @@ void bind_board(py::module_& m) {
     const Board& board = *at<Board>(address);
     return text_of(board.activity, sizeof(board.activity));
   });
-  m.def("wait_ticket", [](Address address, uint64_t ticket, int64_t timeout_ns) {
-    WaitResult result;
-    {
-      py::gil_scoped_release release;
-      result = wait_ticket(address, ticket, timeout_ns);
-    }
-    raise_interruption();
-    return static_cast<int>(result);
-  });
-  m.def("board_totals", [](Address address, int local_experts, Address copy, Address expert_counts) {
-    const int64_t* totals = at<int64_t>(address, sizeof(Board));
-    std::copy_n(totals, kTotals + local_experts, at<int64_t>(copy));
-    std::copy_n(totals + kTotals, local_experts, at<int64_t>(expert_counts));
-    return std::vector<int64_t>(totals, totals + kTotals);
+  m.def("board_totals", [](Address address, int64_t count, Address copy) {
+    std::copy_n(at<int64_t>(address, sizeof(Board)), count, at<int64_t>(copy));
   });
   m.def("set_reserved_pools", [](Address address, uint64_t count) {
     __atomic_store_n(&at<Board>(address)->reserved_pools, count, __ATOMIC_RELEASE);

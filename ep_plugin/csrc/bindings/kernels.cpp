@@ -93,7 +93,7 @@ void bind_structs(py::module_& m) {
 
 void bind_dispatch_args(py::module_& m) {
   EP_STRUCT(m, PlanArgs, comm, routing, ids, block_counts, id_bytes, stream);
-  EP_STRUCT(m, NotifyArgs, comm, routing, header, block_counts, ticket, stream);
+  EP_STRUCT(m, NotifyArgs, comm, routing, header, block_counts, ticket, segment, stream);
   EP_STRUCT(m, DispatchSendArgs, comm, routing, header, x, x_stride, scales, scale_stride, weights, num_sms, optimistic,
             quantize, element, stream);
   EP_STRUCT(m, DispatchRecvArgs, comm, routing, header, tokens, scales, weights, topk_ids, row_expert_ids, expert_count,

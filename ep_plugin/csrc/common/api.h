@@ -71,6 +71,8 @@ struct NotifyArgs {
   Header header;
   Address block_counts;  // CUDA: as plan left them
   uint64_t ticket;       // 0: the host does not wait for the totals
+  int32_t segment;       // the place of the totals on the board; 0 on one node
+  int32_t reserved;
   Address stream;
 };
 

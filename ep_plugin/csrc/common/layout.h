@@ -220,10 +220,8 @@ struct Board {
   char reason[384];         // the reason of the abort
   char activity[128];       // the activity of this rank's host, for the error messages of others
 };
-// The totals follow the struct: int64 [kTotals], then the rows received for each local expert [E_l].
-EP_HD constexpr int64_t board_bytes(int local_experts) {
-  return static_cast<int64_t>(sizeof(Board)) + 8 * (kTotals + static_cast<int64_t>(local_experts));
-}
+// The totals of each segment follow the struct: int64 [kTotals], then the rows received for each local expert [E_l].
+constexpr int64_t board_bytes(int64_t num_totals) { return static_cast<int64_t>(sizeof(Board)) + 8 * num_totals; }
 
 // ---------------------------------------------------------------------------------------------------------------
 // Routing metadata of one dispatch, int32 words, owned by the handle.

@@ -29,7 +29,9 @@ EP_HD int local_experts(const Comm& comm) { return comm.num_experts / comm.num_r
 
 EP_HD State& state_of(const Comm& comm) { return *at<State>(comm.state); }
 EP_HD Board& board_of(const Comm& comm) { return *at<Board>(comm.board); }
-EP_HD int64_t* board_totals(const Comm& comm) { return at<int64_t>(comm.board, sizeof(Board)); }
+EP_HD int64_t* board_totals(const Comm& comm, int segment) {
+  return at<int64_t>(comm.board, sizeof(Board)) + int64_t{segment} * (kTotals + local_experts(comm));
+}
 
 // In rank `owner`'s control block: the epoch up to which `peer` has read what `owner` wrote to it. kind: a Pool or
 // kConsumedCounts.

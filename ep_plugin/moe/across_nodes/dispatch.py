@@ -294,22 +294,20 @@ class DispatchAcrossNodes(Operation):
         return self._nodes.start_leg(number, pairs)
 
     def _plan_segments(self, routing: NodesRouting, headers: Any, ids: Ids) -> list[int]:
-        """Plans and notifies every segment and places its rows in the output. Returns the handle's totals."""
+        """Plans and notifies every segment and places its rows in the output. Then the host waits for the totals of all
+        segments. Returns the handle's totals."""
         nodes, engine, capacity = self._nodes, self._engine, self._call.capacity
-        streams, per_segment = engine.streams, []
+        streams, ticket = engine.streams, 0
         for number, tokens in enumerate(routing.tokens):
             if number == 1:
                 self._take_ids(routing, ids)
-            ticket = 0 if capacity is not None else engine.next_ticket()
+            if capacity is None:
+                ticket = engine.next_ticket()
             header = headers(_DISPATCH, tokens)
             words = _C.block_count_words(tokens, engine.node_size, engine.node_experts)
             with streams.on_own():
                 counts = torch.empty(words, dtype=torch.int32, device=engine.device)
-            plan_and_notify(engine, routing.struct(number), header, routing.ids(number), counts, ticket)
-            if ticket:
-                totals = torch.empty(engine.num_totals, dtype=torch.int64, device="cpu")
-                engine.wait_totals(ticket, totals, totals.new_empty(engine.local_experts))
-                per_segment.append(totals)
+            plan_and_notify(engine, routing.struct(number), header, routing.ids(number), counts, ticket, number)
         alignment = engine.config.expert_alignment if engine.flat else 1
         with streams.on_own():
             routing.place(alignment)
@@ -317,7 +315,7 @@ class DispatchAcrossNodes(Operation):
             routing.make_recv_rows(nodes.padded_slots())
             self._totals = torch.full((1,), capacity, dtype=torch.int64, device="cpu")
             return [capacity]
-        every = torch.stack(per_segment)
+        every = engine.wait_totals(ticket, nodes.num_segments)
         slots = every[:, _SLOTS].tolist()
         counts = every[:, _C.num_totals :].sum(0)
         rows = int(((counts + alignment - 1) // alignment * alignment).sum())

@@ -14,11 +14,12 @@ import torch
 
 from ep_plugin import _C
 from ep_plugin.errors import CaptureRefused, DisagreementError, EpPluginError
-from ep_plugin.moe.across_nodes.legs import Leg, chunk_bounds, legs_of, num_chunks, output_order
 from ep_plugin.moe.high_throughput.engine import HighThroughputEngine
-from ep_plugin.moe.high_throughput.load import HighThroughputLoad
+from ep_plugin.moe.high_throughput.load import HighThroughputLoad, Source
+from ep_plugin.moe.legs import Leg, chunk_bounds, legs_of, num_chunks
 from ep_plugin.runtime.faults import DISAGREE_ON
 from ep_plugin.transport.rails import UnderWay
+from ep_plugin.transport.topology import NodeMap
 
 _HEADER = _C.header_fields
 _NOT_COMPARED = ("num_tokens",)
@@ -41,7 +42,7 @@ class Nodes:
         self.num_segments = len(self.legs) + 1
         self.num_totals = engine.num_totals + 2 * len(self.legs) + self.num_segments
         self.layout = engine.meta_layout
-        order = output_order(node_map, self.node, self.chunks)
+        order = _output_order(node_map, self.node, self.chunks)
         G = engine.node_size
         self.order = torch.tensor([source.segment * G + source.local_rank for source in order], device=device)
         """``[S]``, segment * G + local rank of each source, in the order of the output's rows."""
@@ -236,6 +237,20 @@ class Nodes:
         for begin, end, rows in zip(bounds[:-1], bounds[1:], counts, strict=True):
             if not 0 <= rows <= end - begin:
                 raise EpPluginError(f"{engine.name}: step rail: rank {rank} sent {rows} rows of {end - begin} tokens")
+
+
+def _output_order(node_map: NodeMap, node: int, chunks: int) -> list[Source]:
+    """Returns the sources of a dispatch's output on `node`, in the order of its rows: by rank, then by chunk."""
+    legs = legs_of(node, node_map.num_nodes, chunks)
+    segments = {(leg.source, leg.chunk): number for number, leg in enumerate(legs, start=1)}
+    order = []
+    for rank in range(node_map.num_nodes * node_map.ranks_per_node):
+        source, index = node_map.node_of(rank), node_map.local_rank_of(rank)
+        if source == node:
+            order.append(Source(0, index, rank))
+        else:
+            order += [Source(segments[source, chunk], index, rank) for chunk in range(chunks)]
+    return order
 
 
 def _expert_tables(engine: HighThroughputEngine) -> tuple[list[int], list[int]]:

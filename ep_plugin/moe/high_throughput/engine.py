@@ -19,6 +19,7 @@ from ep_plugin.moe.arguments import address, check_group, check_routing
 from ep_plugin.moe.high_throughput import sms
 from ep_plugin.moe.high_throughput.load import HighThroughputLoad
 from ep_plugin.moe.layout import DispatchHandle, Routing
+from ep_plugin.moe.legs import num_segments
 from ep_plugin.runtime.base import running
 from ep_plugin.runtime.faults import DISAGREE_ON
 from ep_plugin.runtime.group import GroupEngine, weakly
@@ -84,7 +85,8 @@ class HighThroughputEngine(GroupEngine):
         self.meta_layout = _C.meta_layout(self.node_size, self.node_experts)
         self.meta_words = self.meta_layout.words
         self.load = HighThroughputLoad(self, self.meta_layout, self.local_experts)
-        self._make_boards(self._allocate_boards(self.local_experts), self.local_experts)
+        num_totals = self.num_totals * num_segments(self.node_map.num_nodes, self.config.rail_chunks)
+        self._make_boards(self._allocate_boards(num_totals), num_totals)
         self.memory = self._own(open_memory(self.within, device))
         self._control = self.memory.allocate(_C.control_bytes(self.node_size, self.node_experts), "control")
         self.comm = self._comm_struct(self._control.ptrs, self.node_experts, plain=env.settings().plain_kernels)
@@ -250,11 +252,11 @@ class HighThroughputEngine(GroupEngine):
         """Returns a number that names the totals of the next notify. The host waits for the totals by this number."""
         return self.control.next_ticket()
 
-    def wait_totals(self, ticket: int, copy: torch.Tensor, expert_counts: torch.Tensor) -> list[int]:
-        """Waits for the totals of notify `ticket` and returns them, see Boards.totals. Raises the communicator's first
-        error, or PeerTimeout at the deadline."""
+    def wait_totals(self, ticket: int, segments: int) -> torch.Tensor:
+        """Waits for notify `ticket`, and returns the totals of so many segments, see Boards.totals. Raises the
+        communicator's first error, or PeerTimeout at the deadline."""
         self.control.wait_totals(ticket)
-        return self.boards.totals(copy, expert_counts)
+        return self.boards.totals(segments, self.local_experts)
 
     @property
     def _totals_s(self) -> float:

@@ -17,17 +17,23 @@ _TOKEN_MAJOR = int(_C.Layout.TOKEN_MAJOR)
 
 
 def plan_and_notify(
-    engine: HighThroughputEngine, struct: Any, header: Any, ids: torch.Tensor, block_counts: torch.Tensor, ticket: int
+    engine: HighThroughputEngine,
+    struct: Any,
+    header: Any,
+    ids: torch.Tensor,
+    block_counts: torch.Tensor,
+    ticket: int,
+    segment: int,
 ) -> None:
     """Enqueues plan and notify on the own stream.
 
     ids: ``[T, K]``. block_counts: memory that plan uses. ticket: names the totals, see
-    `HighThroughputEngine.next_ticket`.
+    `HighThroughputEngine.next_ticket`. segment: their place on the board.
     """
     common = {"comm": engine.comm, "routing": struct, "stream": engine.streams.own}
     common["block_counts"] = block_counts.data_ptr()
     engine.kernels.plan(_C.PlanArgs(ids=ids.data_ptr(), id_bytes=ids.element_size(), **common))
-    engine.kernels.notify(_C.NotifyArgs(header=header, ticket=ticket, **common))
+    engine.kernels.notify(_C.NotifyArgs(header=header, ticket=ticket, segment=segment, **common))
 
 
 def dispatch_send_args(

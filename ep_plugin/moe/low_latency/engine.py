@@ -116,7 +116,7 @@ class LowLatencyEngine(GroupEngine):
 
     def _construct_node(self) -> None:
         check_one_node(self.node_map)
-        self._make_boards(self._allocate_boards(self.local_experts), self.local_experts)
+        self._make_boards(self._allocate_boards())
         self.num_sms = sms.for_device(self.device, self.sharing)
         self.memory = self._own(open_memory(self.within, self.device))
         self.load = LowLatencyLoad(self, self.local_experts)

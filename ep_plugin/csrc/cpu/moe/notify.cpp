@@ -120,7 +120,7 @@ bool lay_out_experts(const Run& run, const Meta& meta, const Counts& counts, int
 void publish_totals(const NotifyArgs& args, const Meta& meta, int64_t max_sent) {
   const Comm& comm = args.comm;
   const int per_rank = local_experts(comm);
-  int64_t* totals = board_totals(comm);
+  int64_t* totals = board_totals(comm, args.segment);
   totals[kTotalSlots] = meta.recv_offset[comm.num_ranks];
   totals[kTotalRows] = meta.expert_offset[per_rank];
   totals[kTotalMaxRows] = *meta.max_rows;

@@ -225,7 +225,7 @@ __device__ void publish_totals(const NotifyArgs& args, const Shared& shared) {
   const Comm& comm = args.comm;
   const Meta meta = meta_of(comm, args.routing);
   const int per_rank = local_experts(comm);
-  int64_t* totals = board_totals(comm);
+  int64_t* totals = board_totals(comm, args.segment);
   for (int local = threadIdx.x; local < per_rank; local += blockDim.x)
     totals[kTotals + local] = meta.expert_rows[local];
   if (threadIdx.x == 0) {

@@ -10,9 +10,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ep_plugin.moe.high_throughput.load import Source
-from ep_plugin.transport.topology import NodeMap
-
 # Between few nodes messages are long, so chunks help: one is forwarded while the next one crosses. With many nodes each
 # leg is short, and it overlaps with the legs of other nodes.
 _CHUNKS_OF_NODES = {1: 1, 2: 4, 3: 2}
@@ -31,6 +28,11 @@ def num_chunks(num_nodes: int, asked: int | None) -> int:
     return asked if asked is not None and num_nodes > 1 else _CHUNKS_OF_NODES.get(num_nodes, 1)
 
 
+def num_segments(num_nodes: int, asked: int | None) -> int:
+    """Returns M: one segment, and one for each leg."""
+    return 1 + num_chunks(num_nodes, asked) * (num_nodes - 1)
+
+
 def chunk_bounds(num_tokens: int, chunks: int) -> list[int]:
     """Returns the first token of each chunk of T tokens, then T: C + 1 numbers."""
     return [num_tokens * chunk // chunks for chunk in range(chunks + 1)]
@@ -43,17 +45,3 @@ def legs_of(node: int, num_nodes: int, chunks: int) -> list[Leg]:
         for chunk in range(chunks)
         for step in range(1, num_nodes)
     ]
-
-
-def output_order(node_map: NodeMap, node: int, chunks: int) -> list[Source]:
-    """Returns the sources of a dispatch's output on `node`, in the order of its rows: by rank, then by chunk."""
-    legs = legs_of(node, node_map.num_nodes, chunks)
-    segments = {(leg.source, leg.chunk): number for number, leg in enumerate(legs, start=1)}
-    order = []
-    for rank in range(node_map.num_nodes * node_map.ranks_per_node):
-        source, index = node_map.node_of(rank), node_map.local_rank_of(rank)
-        if source == node:
-            order.append(Source(0, index, rank))
-        else:
-            order += [Source(segments[source, chunk], index, rank) for chunk in range(chunks)]
-    return order
