@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch._subclasses import FakeTensorMode
 
 from ep_plugin import MoECommunicator, MoECommunicatorConfig
 from ep_plugin.deep_ep import Buffer
@@ -370,3 +371,21 @@ def _emptied_handles(rank: int, size: int) -> None:
 
 def test_a_call_holds_the_parts_of_a_list() -> None:
     on_ranks(1, _emptied_handles)
+
+
+def _under_fakes(rank: int, size: int) -> None:
+    """A mode that refuses a call's tensors does so before the operation begins, and disturbs no later call."""
+    x, ids, weights = tokens()
+    buffer = Buffer(dist.group.WORLD, 0, 1, low_latency_mode=True, num_qps_per_rank=EXPERTS)
+    dispatch, combine = buffer.low_latency_dispatch, buffer.low_latency_combine
+    for _ in range(3):
+        rows, _, handle, *_ = dispatch(x, ids, TOKENS, EXPERTS, use_fp8=False)
+        sums, *_ = combine(rows, ids, weights, handle)
+        assert torch.equal(sums[:3], x[:3])
+        for halves in (False, True):
+            with FakeTensorMode(), pytest.raises(AssertionError, match="convert all Tensors to FakeTensors"):
+                dispatch(x, ids, TOKENS, EXPERTS, use_fp8=False, return_recv_hook=halves)
+
+
+def test_fakes_disturb_no_buffer() -> None:
+    on_ranks(1, _under_fakes)
