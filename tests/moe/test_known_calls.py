@@ -389,3 +389,20 @@ def _under_fakes(rank: int, size: int) -> None:
 
 def test_fakes_disturb_no_buffer() -> None:
     on_ranks(1, _under_fakes)
+
+
+def _large_under_fakes(rank: int, size: int) -> None:
+    """The rows of a started dispatch have memory, whatever mode is on when it starts. So many rows are used again."""
+    config = MoECommunicatorConfig(mode="ll", num_experts=EXPERTS, hidden_size=1024, topk=TOPK, max_tokens_per_rank=256)
+    ids = torch.tensor([[0, 1]]).repeat(256, 1)
+    with MoECommunicator(dist.group.WORLD, config) as comm:
+        for turn in range(1, 4):
+            x = torch.full((256, 1024), float(turn), dtype=torch.bfloat16)
+            with FakeTensorMode():
+                work = comm.dispatch_async(x, ids)
+            out, handle = work.wait()
+            assert torch.equal(comm.combine(out.tokens, handle), x * 2)
+
+
+def test_large_rows_under_fakes() -> None:
+    on_ranks(1, _large_under_fakes)
