@@ -16,7 +16,7 @@ from ep_plugin.config import MAX_LL_TOKENS, MAX_TOPK
 from ep_plugin.deep_ep.handles import LowLatencyHandle
 from ep_plugin.dtypes import weight_dtype
 from ep_plugin.errors import NotSupported
-from ep_plugin.moe.arguments import check_tensors
+from ep_plugin.moe.arguments import MOST_ROWS, check_tensors
 from ep_plugin.runtime import tensors
 from ep_plugin.transport.topology import NodeMap
 
@@ -77,9 +77,14 @@ def as_floats(weights: torch.Tensor | None) -> torch.Tensor | None:
     return weights.float() if weights is not None and weights.dtype is not torch.float32 else weights
 
 
-def check_tensor(name: str, given: torch.Tensor, dtypes: tuple[torch.dtype, ...], *shape: int | str) -> None:
-    """ValueError unless `given` is dense, of one of the dtypes, and of this shape. A name in it allows any size."""
-    _check_dense(name, given)
+def check_tensor(
+    name: str, given: torch.Tensor, dtypes: tuple[torch.dtype, ...], *shape: int | str, is_read: bool = True
+) -> None:
+    """ValueError unless `given` is dense, of one of the dtypes, and of this shape. A name in it allows any size.
+
+    is_read: whether its values are used. If not, its storage may have been freed.
+    """
+    _check_dense(name, given, is_read)
     sizes = zip(shape, given.shape, strict=False)
     fits = given.dim() == len(shape) and all(isinstance(wanted, str) or wanted == size for wanted, size in sizes)
     if given.dtype not in dtypes or not fits:
@@ -89,10 +94,13 @@ def check_tensor(name: str, given: torch.Tensor, dtypes: tuple[torch.dtype, ...]
         )
 
 
-def _check_dense(name: str, given: torch.Tensor) -> None:
-    """ValueError for sparse and mkldnn tensors, which many of torch's operators refuse without a name."""
+def _check_dense(name: str, given: torch.Tensor, is_read: bool = True) -> None:
+    """ValueError for sparse and mkldnn tensors, which many of torch's operators refuse without a name, and for freed
+    memory, which they read."""
     if given.layout is not torch.strided:
         tensors.check_kind(name, given)
+    if is_read and not tensors.is_traced():
+        tensors.check_storage(name, given)
 
 
 def check_at_least(least: int, **given: object) -> None:
@@ -125,7 +133,7 @@ def check_layout(per_rank: Any, per_node: Any, in_rank: Any, per_expert: Any, to
                 f"{name}: expected the tensor that get_dispatch_layout returned, or a handle=, got "
                 f"{'None' if given is None else type(given).__name__}"
             )
-        check_tensor(name, given, (dtype,), *shape)
+        check_tensor(name, given, (dtype,), *shape, is_read=False)
     check_experts(per_expert.numel(), size)
 
 
@@ -143,6 +151,8 @@ def check_sizes(num_worst_tokens: Any, expert_alignment: Any, tokens: int, size:
             f"num_worst_tokens: expected 0, or an integer of at least {least}, {size} ranks times {tokens} tokens "
             f"here, got {num_worst_tokens!r}"
         )
+    if num_worst_tokens > MOST_ROWS:
+        raise ValueError(f"num_worst_tokens: expected at most {MOST_ROWS}, got {num_worst_tokens}")
     if not isinstance(expert_alignment, int) or expert_alignment < 1:
         raise ValueError(f"expert_alignment: expected an integer of at least 1, got {expert_alignment!r}")
 
@@ -178,6 +188,7 @@ def check_ids(topk_idx: torch.Tensor, num_experts: int) -> None:
 
 def ranks_as_experts(is_token_in_rank: torch.Tensor) -> torch.Tensor:
     """Return ids int32 ``[T, R]`` that route by rank alone: each rank counts as one expert."""
+    tensors.check_storage("is_token_in_rank", is_token_in_rank)
     size = is_token_in_rank.shape[1]
     if size > MAX_TOPK:
         raise NotSupported(f"topk_idx: expected expert ids in groups of more than {MAX_TOPK} ranks, got None of {size}")
@@ -187,6 +198,7 @@ def ranks_as_experts(is_token_in_rank: torch.Tensor) -> torch.Tensor:
 
 def received_per_expert(num_tokens_per_expert: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Count the pairs that all ranks send to each local expert, for dispatches without expert ids. Collective."""
+    tensors.check_storage("num_tokens_per_expert", num_tokens_per_expert)
     total = num_tokens_per_expert.clone()
     dist.all_reduce(total, group=group)
     return total.view(group.size(), -1)[group.rank()]

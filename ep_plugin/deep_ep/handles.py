@@ -19,6 +19,7 @@ import torch
 from ep_plugin.deep_ep.nodes import ranks_by_node
 from ep_plugin.moe.communicator import MoECommunicator
 from ep_plugin.moe.layout import DispatchHandle
+from ep_plugin.runtime.tensors import check_memory
 
 _NOTHING = torch.empty(0, dtype=torch.int64, device="cpu")
 _LENGTHS = (6, 10)
@@ -172,6 +173,9 @@ def check_low_latency(handle: LowLatencyHandle, size: int) -> None:
                 f"handle: expected {name} as {dtype} of shape {[local, columns]}, got {given.dtype} of shape "
                 f"{list(given.shape)}"
             )
+        if given.device != src_info.device:
+            raise ValueError(f"handle: expected {name} on {src_info.device}, got {given.device}")
+        check_memory(f"handle: {name}", given)
 
 
 def plan_behind(src_info: torch.Tensor, layout: Any) -> torch.Tensor:

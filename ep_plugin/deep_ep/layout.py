@@ -11,7 +11,7 @@ from ep_plugin import _C
 from ep_plugin.deep_ep.arguments import check_ids
 from ep_plugin.deep_ep.nodes import node_of_ranks
 from ep_plugin.runtime.streams import current_stream, kernels_for, on_device
-from ep_plugin.runtime.tensors import PLAIN, check_memory, is_lazy
+from ep_plugin.runtime.tensors import PLAIN, check_memory, check_storage, is_lazy
 from ep_plugin.transport.topology import NodeMap
 
 
@@ -71,6 +71,11 @@ def _in_memory(topk_idx: torch.Tensor) -> torch.Tensor:
 def check_agreement(topk_idx: torch.Tensor, is_token_in_rank: torch.Tensor, num_experts: int, nodes: NodeMap) -> None:
     """ValueError if `is_token_in_rank` differs from `topk_idx`, by which tokens are sent."""
     expected = count_tokens(topk_idx, num_experts, nodes)[3]
+    if is_token_in_rank.device != expected.device:
+        raise ValueError(
+            f"is_token_in_rank: expected a tensor on {expected.device}, got one on {is_token_in_rank.device}"
+        )
+    check_storage("is_token_in_rank", is_token_in_rank)
     if not torch.equal(expected, is_token_in_rank):
         token, rank = (expected != is_token_in_rank).nonzero()[0].tolist()
         raise ValueError(

@@ -134,6 +134,8 @@ class LowLatencyMemory:
         """Return the communicator of earlier calls of these sizes, for calls by C. hidden: None: x has it."""
         if self.enable_shrink and len(self._low_latency) > 1:  # `_open` exchanges masks
             return None
+        if torch._C._len_torch_dispatch_stack():  # a mode may refuse the tensors: checks must find that first
+            return None
         try:
             return self._opened_for.get((max_tokens, x.size(-1) if hidden is None else hidden, num_experts, x.device))
         except Exception:  # a wrong argument, as Python will say

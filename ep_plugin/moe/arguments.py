@@ -331,6 +331,8 @@ def _check_scales(engine: Engine, scales: torch.Tensor, tokens: int) -> None:
     _check_here(engine, "scales", scales)
     if scales.dim() != 2 or scales.shape[0] != tokens:
         raise ValueError(f"scales: expected shape ({tokens}, S), got {tuple(scales.shape)}")
+    if scales.is_complex():
+        raise ValueError(f"scales: expected a real dtype, got {scales.dtype}")
     if not scales.is_contiguous():
         raise ValueError(f"scales: expected a contiguous tensor, got strides {tuple(scales.stride())}")
     scale_bytes = scales.shape[1] * scales.element_size()

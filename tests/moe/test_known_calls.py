@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import enum
+import weakref
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -9,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch._subclasses import FakeTensorMode
 
 from ep_plugin import MoECommunicator, MoECommunicatorConfig
 from ep_plugin.deep_ep import Buffer
@@ -253,3 +256,153 @@ def _gone(rank: int, size: int) -> None:
 
 def test_communicators_that_are_gone_are_not_used_again() -> None:
     on_ranks(2, _gone)
+
+
+class _Rows(enum.IntEnum):
+    """Integers of a class of their own."""
+
+    ALL = 8
+
+
+def _kinds_of_capacities(rank: int, size: int) -> None:
+    """A capacity beside a known routing is any integer but a bool, as without one."""
+    x, ids, weights = tokens()
+    with MoECommunicator(dist.group.WORLD, HT) as comm:
+        _, handle = comm.dispatch(x, ids, weights, capacity=8)
+        for run in (comm.dispatch, lambda *given: comm.dispatch_async(*given).wait()):
+            again, _ = run(x, ids, weights, None, handle, _Rows.ALL)
+            assert again.tokens.shape == (8, HIDDEN)
+            _refused("capacity: expected an integer", run, x, ids, weights, None, handle, True)
+        complex_scales = torch.ones(TOKENS, 1, dtype=torch.complex64)
+        _refused("scales: expected a real dtype, got torch.complex64", comm.dispatch, x, ids, None, complex_scales)
+    with MoECommunicator(dist.group.WORLD, LL) as comm:
+        _, handle = comm.dispatch(x, ids)
+        assert comm.dispatch(x, ids, previous_handle=handle, capacity=_Rows.ALL // 2)[0].tokens.shape[1] == TOKENS
+        for wrong in (float(TOKENS), torch.tensor(TOKENS)):
+            _refused("capacity: expected 4 rows", comm.dispatch, x, ids, previous_handle=handle, capacity=wrong)
+
+
+def test_kinds_of_capacities_of_known_routings() -> None:
+    on_ranks(1, _kinds_of_capacities)
+
+
+def _freed_by_columns(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor without memory that a call would copy, since it is not contiguous."""
+    copy = tensor.t().contiguous().t()
+    copy.untyped_storage().resize_(0)
+    return copy
+
+
+def _freed_for_buffers(rank: int, size: int) -> None:
+    """Buffers say so before they read memory that was freed."""
+    x, ids, weights = tokens()
+    buffer = Buffer(dist.group.WORLD, 0, 1, low_latency_mode=True, num_qps_per_rank=EXPERTS)
+    per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(ids, EXPERTS)
+    layout = {"num_tokens_per_rank": per_rank, "is_token_in_rank": in_rank, "num_tokens_per_expert": per_expert}
+    routed = {"topk_idx": ids} | layout
+    for _ in range(2):
+        rows, *_, handle, _ = buffer.dispatch(x, **routed)
+        buffer.combine(rows, handle, bias=x)
+        sent, _, of_sent, *_ = buffer.low_latency_dispatch(x, ids, TOKENS, EXPERTS, use_fp8=False)
+        buffer.low_latency_combine(sent, ids, weights, of_sent)
+    said = "{}: expected a storage of at least"
+    for name, freed in (("is_token_in_rank", _freed(in_rank)), ("topk_idx", _freed_by_columns(ids))):
+        _refused(said.format(name), buffer.dispatch, x, **routed | {name: freed})
+    _refused("is_token_in_rank: expected", buffer.dispatch, x, **routed | {"is_token_in_rank": in_rank.to("meta")})
+    for name in ("is_token_in_rank", "num_tokens_per_expert"):
+        _refused(said.format(name), buffer.dispatch, x, **layout | {name: _freed(layout[name])})
+    scales = _freed_by_columns(torch.ones(TOKENS, 4))
+    _refused(said.format("scales"), buffer.dispatch, (x, scales), **routed)
+    _refused(said.format("x"), buffer.combine, _freed_by_columns(rows), handle)
+    for bias in (_freed_by_columns(x), (x, _freed(x))):
+        _refused(said.format("bias"), buffer.combine, rows, handle, bias=bias)
+    _refused("num_worst_tokens: expected at most", buffer.dispatch, x, **routed, num_worst_tokens=2**70)
+    combine = buffer.low_latency_combine
+    for freed in (_freed(ids), _freed_by_columns(ids)):
+        _refused(said.format("topk_idx"), combine, sent, freed, weights, of_sent)
+    _refused(said.format("topk_weights"), combine, sent, ids, _freed_by_columns(weights), of_sent)
+    src_info, layout_range, *sizes = of_sent
+    for wrong in (_freed(layout_range), layout_range.to("meta")):
+        _refused("^handle: .*layout_range", combine, sent, ids, weights, (src_info, wrong, *sizes))
+
+
+def test_freed_memory_in_calls_of_a_buffer() -> None:
+    on_ranks(1, _freed_for_buffers)
+
+
+class _EmptiesAList:
+    """A lock whose next acquire() comes after another thread has emptied a list."""
+
+    def __init__(self, lock: Any, emptied: list[torch.Tensor]) -> None:
+        self._lock, self._emptied = lock, emptied
+        self.lost = 0
+
+    def acquire(self) -> bool:
+        references = list(map(weakref.ref, self._emptied))
+        self._emptied.clear()
+        self.lost += sum(reference() is None for reference in references)
+        return self._lock.acquire()
+
+    def release(self) -> None:
+        self._lock.release()
+
+    def __enter__(self) -> None:
+        self.acquire()
+
+    def __exit__(self, *error: object) -> None:
+        self.release()
+
+
+def _emptied_handles(rank: int, size: int) -> None:
+    x, ids, _ = tokens()
+    buffer = Buffer(dist.group.WORLD)
+    per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(ids, EXPERTS)
+    layout = {"num_tokens_per_rank": per_rank, "is_token_in_rank": in_rank, "num_tokens_per_expert": per_expert}
+    for _ in range(2):
+        rows, *_, handle, _ = buffer.dispatch(x, **layout, topk_idx=ids)
+        sums, *_ = buffer.combine(rows, handle)
+    made = communicator(handle.routing.comm).engine
+    parts = list(handle)
+    del handle
+    lock = made.lock = _EmptiesAList(made.lock, parts)
+    again, *_ = buffer.combine(rows, parts)
+    assert torch.equal(again, sums) and lock.lost == 0 and not parts
+
+
+def test_a_call_holds_the_parts_of_a_list() -> None:
+    on_ranks(1, _emptied_handles)
+
+
+def _under_fakes(rank: int, size: int) -> None:
+    """A mode that refuses a call's tensors does so before the operation begins, and disturbs no later call."""
+    x, ids, weights = tokens()
+    buffer = Buffer(dist.group.WORLD, 0, 1, low_latency_mode=True, num_qps_per_rank=EXPERTS)
+    dispatch, combine = buffer.low_latency_dispatch, buffer.low_latency_combine
+    for _ in range(3):
+        rows, _, handle, *_ = dispatch(x, ids, TOKENS, EXPERTS, use_fp8=False)
+        sums, *_ = combine(rows, ids, weights, handle)
+        assert torch.equal(sums[:3], x[:3])
+        for halves in (False, True):
+            with FakeTensorMode(), pytest.raises(AssertionError, match="convert all Tensors to FakeTensors"):
+                dispatch(x, ids, TOKENS, EXPERTS, use_fp8=False, return_recv_hook=halves)
+
+
+def test_fakes_disturb_no_buffer() -> None:
+    on_ranks(1, _under_fakes)
+
+
+def _large_under_fakes(rank: int, size: int) -> None:
+    """The rows of a started dispatch have memory, whatever mode is on when it starts. So many rows are used again."""
+    config = MoECommunicatorConfig(mode="ll", num_experts=EXPERTS, hidden_size=1024, topk=TOPK, max_tokens_per_rank=256)
+    ids = torch.tensor([[0, 1]]).repeat(256, 1)
+    with MoECommunicator(dist.group.WORLD, config) as comm:
+        for turn in range(1, 4):
+            x = torch.full((256, 1024), float(turn), dtype=torch.bfloat16)
+            with FakeTensorMode():
+                work = comm.dispatch_async(x, ids)
+            out, handle = work.wait()
+            assert torch.equal(comm.combine(out.tokens, handle), x * 2)
+
+
+def test_large_rows_under_fakes() -> None:
+    on_ranks(1, _large_under_fakes)

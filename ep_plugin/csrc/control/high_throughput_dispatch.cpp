@@ -56,7 +56,7 @@ Dispatch::Dispatch(std::shared_ptr<HighThroughput> engine, const Given& given)
   form_ = inputs.form();
   nbytes_ = bytes_of(x);
   // The rows of a known routing differ from call to call. So its capacity is no part of the key, and use() checks it.
-  const bool is_free = has_handle_ && PyLong_CheckExact(given.capacity);
+  const bool is_free = has_handle_ && PyLong_Check(given.capacity) && !PyBool_Check(given.capacity);
   if (has_handle_ && !is_free && given.capacity != Py_None) return;  // True would have the key of a number
   settings_ = {Object::borrowed(is_free ? Py_True : given.capacity), Object::borrowed(given.quantize)};
   if (is_for_buffer()) {

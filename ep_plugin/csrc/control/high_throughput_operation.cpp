@@ -75,11 +75,11 @@ bool HighThroughputOperation::join() {
 
 PyObject* const* BufferHandle::of(PyObject* handle) {
   constexpr Py_ssize_t num_parts = 6;
-  const bool is_list = PyList_Check(handle);
-  if ((!is_list && !PyTuple_Check(handle)) || Py_SIZE(handle) != num_parts) return nullptr;
-  PyObject* const* parts = is_list ? &PyList_GET_ITEM(handle, 0) : &PyTuple_GET_ITEM(handle, 0);
+  if (!PyList_Check(handle) && !PyTuple_Check(handle)) return nullptr;
+  parts = PyTuple_Check(handle) ? Object::borrowed(handle) : Object(PyList_AsTuple(handle));
+  if (!parts || PyTuple_GET_SIZE(parts.get()) != num_parts) return nullptr;
   int to = 0;
-  for (const int part : {2, 1, 3, 5}) fields[to++] = parts[part];
+  for (const int part : {2, 1, 3, 5}) fields[to++] = PyTuple_GET_ITEM(parts.get(), part);
   return fields;
 }
 

@@ -84,6 +84,7 @@ class HighThroughputOperation : public Operation {
 
 // The tensors of a Buffer's handle, in the order of DispatchHandle.
 struct BufferHandle {
+  Object parts;  // another thread may empty a list
   PyObject* fields[4];
   // Returns the fields; null if these are not the parts of a handle.
   PyObject* const* of(PyObject* handle);

@@ -122,16 +122,15 @@ _ADVICE = {
 
 def check_capacity(engine: LowLatencyEngine, capacity: int | None, previous: Routing | None) -> int:
     """Checks `capacity` and returns the rows of each expert's block: R times the most tokens of a rank in this call."""
-    per_rank = engine.local_experts
+    known = isinstance(capacity, int) and not isinstance(capacity, bool)
     if previous is not None:
-        rows = previous.totals[0] // per_rank
-        if capacity is not None and capacity != rows:
+        rows = previous.totals[0] // engine.local_experts
+        if capacity is not None and (not known or capacity != rows):
             raise ValueError(f"capacity: expected {rows} rows, which previous_handle has, got {capacity!r}")
         return rows
     most = engine.size * engine.max_tokens
     if capacity is None:
         return most
-    known = isinstance(capacity, int) and not isinstance(capacity, bool)
     if not known or not 0 < capacity <= most or capacity % engine.size:
         raise ValueError(
             f'capacity: expected a multiple of the {engine.size} ranks, at most {most}, in mode="ll", got {capacity!r}'

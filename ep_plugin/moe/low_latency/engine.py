@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ep_plugin import _C, counts
 from ep_plugin.config import ROW_ALIGNMENT_BYTES, MoECommunicatorConfig
@@ -147,6 +148,9 @@ class LowLatencyEngine(GroupEngine):
         A large output on a CPU reuses the memory of an earlier output that nobody holds any more, if there is one. New
         memory of that size comes from the system, and a page fault for each row takes longer than the row's copy.
         """
+        if torch._C._len_torch_dispatch_stack():  # a mode may make fakes instead
+            with _disable_current_modes():
+                return self.rows_of(shape, dtype)
         nbytes = math.prod(shape) * dtype.itemsize
         if not self.reuses_rows(nbytes):
             return torch.empty(shape, dtype=dtype, device=self.device)
