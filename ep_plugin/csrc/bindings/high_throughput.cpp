@@ -82,8 +82,6 @@ int32_t number_of(const std::string& dtype) {
 
 int32_t float_number(int64_t bytes) { return bytes == 0 ? -1 : number_of(bytes == 8 ? "float64" : "float32"); }
 
-Object object_of(const py::object& object) { return object.is_none() ? Object() : Object(kept(object)); }
-
 template <class Door>
 py::object whole(const std::shared_ptr<HighThroughput>& engine, const char* name) {
   return function_of<Door, HighThroughput, &control::run_whole<typename Door::Kind>>(engine, name);
