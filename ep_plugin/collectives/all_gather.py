@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from ep_plugin.collectives.base import Collective, CollectiveWork
 from ep_plugin.collectives.engine import CollectiveEngine
-from ep_plugin.collectives.shards import as_bytes, check_cut, cut, flat, listed
+from ep_plugin.collectives.shards import as_bytes, check_apart, check_cut, cut, flat, listed
 from ep_plugin.transport.rails import UnderWay
 
 _CHUNKS_AHEAD = 4  # on the rails at a time: over NCCL each arrives in memory of its own, and is copied
@@ -50,7 +50,8 @@ class HierarchicalAllGather(Collective):
 
         Args:
             output_tensor: R*n elements, the shards in rank order. Contiguous, of any shape and dtype.
-            input_tensor: n elements of the same dtype and device, contiguous. It may be this rank's part of the output.
+            input_tensor: n elements of the same dtype and device, contiguous. It may be this rank's part of the output,
+                and shares no other memory with it.
             group: the group that this object was made for, or None.
             async_op: return a Work.
         """
@@ -58,7 +59,9 @@ class HierarchicalAllGather(Collective):
         if self._in_c(output_tensor, input_tensor, 1.0) is None:
             size = self.group.size()
             check_cut("output_tensor", output_tensor, size, "input_tensor", input_tensor)
-            self._run(gather, gather_alone, flat(input_tensor), cut(output_tensor, size))
+            shard, outputs = flat(input_tensor), cut(output_tensor, size)
+            check_apart("input_tensor", shard, "output_tensor", outputs, self.group.rank())
+            self._run(gather, gather_alone, shard, outputs)
             self._known.learn(output_tensor, input_tensor, input_tensor.nbytes, -1)
         return self._work([output_tensor], async_op)
 
@@ -67,7 +70,9 @@ class HierarchicalAllGather(Collective):
     ) -> CollectiveWork | None:
         """The list form: tensor_list holds R contiguous tensors of n elements each, one for each rank's `tensor`."""
         outputs = listed("tensor_list", tensor_list, self.group.size(), "tensor", tensor)
-        self._run(gather, gather_alone, as_bytes("tensor", tensor), outputs)
+        shard = as_bytes("tensor", tensor)
+        check_apart("tensor", shard, "tensor_list", outputs, self.group.rank())
+        self._run(gather, gather_alone, shard, outputs)
         return self._work(list(tensor_list), async_op)
 
     def gather_parts(self, block: torch.Tensor, parts: Sequence[tuple[int, int]]) -> None:

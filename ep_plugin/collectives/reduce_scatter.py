@@ -20,7 +20,7 @@ import torch.distributed as dist
 from ep_plugin import _C
 from ep_plugin.collectives.base import Collective, CollectiveWork
 from ep_plugin.collectives.engine import CollectiveEngine
-from ep_plugin.collectives.shards import check_contiguous, check_cut, cut, flat, listed
+from ep_plugin.collectives.shards import check_apart, check_contiguous, check_cut, cut, flat, listed
 from ep_plugin.dtypes import ELEMENTS
 from ep_plugin.runtime.failures import STATUS_BYTES
 from ep_plugin.transport.groups import Group
@@ -75,7 +75,7 @@ class HierarchicalReduceScatter(Collective):
         Args:
             output_tensor: n elements, contiguous: BF16, FP16, FP32 or (on CPUs) FP64.
             input_tensor: R*n elements of the same dtype and device, contiguous: a shard for each rank, in rank order.
-                The output may be this rank's own shard in it.
+                The output may be this rank's own shard in it, and shares no other memory with it.
             group: the group that this object was made for, or None.
             op: SUM, AVG or PREMUL_SUM with a number.
             async_op: return a Work.
@@ -87,7 +87,9 @@ class HierarchicalReduceScatter(Collective):
             check_cut("input_tensor", input_tensor, size, "output_tensor", output_tensor)
             _check_dtype(output_tensor)
             dtype = output_tensor.dtype
-            self._run(scatter, scatter_alone, flat(output_tensor), cut(input_tensor, size), dtype, scale)
+            output, shards = flat(output_tensor), cut(input_tensor, size)
+            check_apart("output_tensor", output, "input_tensor", shards, self.group.rank())
+            self._run(scatter, scatter_alone, output, shards, dtype, scale)
             self._known.learn(output_tensor, input_tensor, output_tensor.nbytes, ELEMENTS[dtype])
         return self._work([output_tensor], async_op)
 
@@ -99,6 +101,7 @@ class HierarchicalReduceScatter(Collective):
         check_contiguous("output", output)
         _check_dtype(output)
         scale = _scale_of(op, self.group.size())
+        check_apart("output", flat(output), "input_list", shards, self.group.rank())
         self._run(scatter, scatter_alone, flat(output), shards, output.dtype, scale)
         return self._work([output], async_op)
 

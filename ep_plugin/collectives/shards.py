@@ -44,6 +44,18 @@ def listed(
     return [as_bytes(f"{name}[{rank}]", tensor) for rank, tensor in enumerate(tensors)]
 
 
+def check_apart(name: str, one: torch.Tensor, whole_name: str, shards: Sequence[torch.Tensor], rank: int) -> None:
+    """ValueError if `one` shares memory with a shard, unless it is this rank's. All are flat and equally long."""
+    begin, nbytes = one.data_ptr(), one.numel()
+    for place, shard in enumerate(shards):
+        apart = abs(shard.data_ptr() - begin)
+        if apart < nbytes and (apart or place != rank):
+            raise ValueError(
+                f"{name}: expected the part of rank {rank} in {whole_name}, or memory apart from it, got one that "
+                f"shares {nbytes - apart} bytes with the part of rank {place}"
+            )
+
+
 def check_alike(name: str, tensor: torch.Tensor, like_name: str, like: torch.Tensor) -> None:
     """ValueError unless both are tensors of one dtype and one device."""
     for argument, value in ((name, tensor), (like_name, like)):

@@ -139,20 +139,34 @@ def test_other_calls_run_in_python(size: int) -> None:
 
 
 def _overlaps(rank: int, size: int) -> None:
-    """PyTorch refuses the copy of a shard onto itself, shifted by one element."""
-    gather = HierarchicalAllGather()
-    memory = torch.ones(size * COUNT + 1)
-    _gathers(rank, size, gather)
-    _gathers(rank, size, gather)
-    shifted = memory.narrow(0, rank * COUNT + 1, COUNT)
-    dist.barrier()
-    with pytest.raises((RuntimeError, PeerAborted)):
-        gather(memory.narrow(0, 0, size * COUNT), shifted)
+    """Before and after C knows calls of this form. The communicators live on."""
+    gather, scatter = HierarchicalAllGather(), HierarchicalReduceScatter()
+    memory = torch.ones((size + 1) * COUNT)
+    whole = memory.narrow(0, 0, size * COUNT)
+    places = [rank * COUNT + 1] + [other * COUNT for other in range(size) if other != rank]
+    for _ in range(3):
+        for place in places:
+            one = memory.narrow(0, place, COUNT)
+            said = f"expected the part of rank {rank} in .*, or memory apart from it, got one that shares "
+            with pytest.raises(ValueError, match=f"^input_tensor: {said}"):
+                gather(whole, one)
+            with pytest.raises(ValueError, match=f"^output_tensor: {said}"):
+                scatter(one, whole)
+            with pytest.raises(ValueError, match=f"^tensor: {said}"):
+                gather.all_gather(list(whole.split(COUNT)), one)
+            with pytest.raises(ValueError, match=f"^output: {said}"):
+                scatter.reduce_scatter(one, list(whole.split(COUNT)))
+        whole.fill_(rank)
+        gather(whole, whole.narrow(0, rank * COUNT, COUNT))
+        assert whole.view(size, COUNT).eq(torch.arange(size)[:, None]).all()
+        scatter(whole.narrow(0, rank * COUNT, COUNT), whole)
+        assert whole.narrow(0, rank * COUNT, COUNT).eq(size * rank).all()
     gather.close()
+    scatter.close()
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_an_input_that_overlaps_its_part_of_the_output(size: int) -> None:
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_memory_that_input_and_output_share_is_refused(size: int) -> None:
     values(run_ranks(size, _overlaps, size))
 
 

@@ -29,9 +29,10 @@ bool copy(Address to, Address from, int64_t bytes, const uint64_t* stream) {
   });
 }
 
-bool overlap(Address one, Address other, int64_t bytes) {
+// Whether a tensor of `bytes` shares memory with `count` shards of as many bytes, without being the shard of `rank`.
+bool overlap(Address one, Address shards, int64_t bytes, int count, int rank) {
   const auto size = static_cast<Address>(bytes);
-  return one != other && one < other + size && other < one + size;
+  return one != shards + size * rank && one < shards + size * count && shards < one + size;
 }
 
 }  // namespace
@@ -222,7 +223,7 @@ PyObject* KnownCollective::run(const Given& given) {
   const bool is_on_gpu = output.device_type == kDLCuda;
   const uint64_t* const on = is_on_gpu ? &stream : nullptr;
   if (is_alone) {
-    if (given.scale != 1 || overlap(to, from, plan.bytes)) return left();
+    if (given.scale != 1 || overlap(to, from, plan.bytes, 1, 0)) return left();
     if (is_on_gpu && !torch_stream(output.device_id, &stream)) return left();
     if (!copy(to, from, plan.bytes, on)) return nullptr;
     ++num_calls;
@@ -233,7 +234,8 @@ PyObject* KnownCollective::run(const Given& given) {
   for (int rank = 0; rank < held->comm->num_ranks; ++rank)
     shards.parts.push_back((gathers_ ? to : from) + rank * plan.bytes);
   if (gathers_) shards.own = shards.parts[held->comm->rank];
-  if (gathers_ && overlap(shards.own, from, plan.bytes)) return left();
+  if (overlap(gathers_ ? from : to, shards.parts[0], plan.bytes, held->comm->num_ranks, held->comm->rank))
+    return left();
   return in_turn(*held, [&](Turn& turn) -> PyObject* {
     if (!turn.enter() || !held->find_stream(&stream) || !held->has_memory_for(shards)) return left();
     if (!turn.begin(name_.get(), whole, plan.bytes, nullptr)) return nullptr;
