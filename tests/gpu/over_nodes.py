@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from ep_plugin import MoECommunicator, PeerAborted, PeerTimeout
-from ep_plugin.moe.across_nodes import legs
+from ep_plugin.moe import legs
 from ep_plugin.testing.nodes import Cluster, variables_of
 from tests.gpu import checks, features, gradients, graphs
 from tests.integrations import on_cpus
