@@ -20,7 +20,7 @@ import torch.distributed as dist
 from ep_plugin import _C
 from ep_plugin.collectives.base import Collective, CollectiveWork
 from ep_plugin.collectives.engine import CollectiveEngine
-from ep_plugin.collectives.shards import check_apart, check_contiguous, check_cut, cut, flat, listed
+from ep_plugin.collectives.shards import as_bytes, check_apart, check_cut, cut, flat, listed
 from ep_plugin.dtypes import ELEMENTS
 from ep_plugin.runtime.failures import STATUS_BYTES
 from ep_plugin.transport.groups import Group
@@ -98,11 +98,11 @@ class HierarchicalReduceScatter(Collective):
     ) -> CollectiveWork | None:
         """The list form: input_list holds R contiguous tensors of n elements each, one for each rank's `output`."""
         shards = listed("input_list", input_list, self.group.size(), "output", output)
-        check_contiguous("output", output)
+        out = as_bytes("output", output)
         _check_dtype(output)
         scale = _scale_of(op, self.group.size())
-        check_apart("output", flat(output), "input_list", shards, self.group.rank())
-        self._run(scatter, scatter_alone, flat(output), shards, output.dtype, scale)
+        check_apart("output", out, "input_list", shards, self.group.rank())
+        self._run(scatter, scatter_alone, out, shards, output.dtype, scale)
         return self._work([output], async_op)
 
 

@@ -16,7 +16,7 @@ from ep_plugin import _C
 from ep_plugin.errors import CaptureRefused, DisagreementError, EpPluginError
 from ep_plugin.moe.high_throughput.engine import HighThroughputEngine
 from ep_plugin.moe.high_throughput.load import HighThroughputLoad, Source
-from ep_plugin.moe.legs import Leg, chunk_bounds, legs_of, num_chunks
+from ep_plugin.moe.legs import Leg, chunk_bounds, legs_of, num_chunks, num_segments
 from ep_plugin.runtime.faults import DISAGREE_ON
 from ep_plugin.transport.rails import UnderWay
 from ep_plugin.transport.topology import NodeMap
@@ -39,7 +39,7 @@ class Nodes:
         """Whether the host waits for every message."""
         self.chunks = num_chunks(self.num_nodes, engine.config.rail_chunks)
         self.legs = legs_of(self.node, self.num_nodes, self.chunks)
-        self.num_segments = len(self.legs) + 1
+        self.num_segments = num_segments(self.num_nodes, engine.config.rail_chunks)
         self.num_totals = engine.num_totals + 2 * len(self.legs) + self.num_segments
         self.layout = engine.meta_layout
         order = _output_order(node_map, self.node, self.chunks)
