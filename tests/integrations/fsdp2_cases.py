@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import gc
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -268,6 +269,7 @@ class Copies(TorchDispatchMode):
 def peak_bytes(run: Callable[[], Any]) -> int:
     """The most that PyTorch's CPU allocator had given out at once while ``run()`` ran, beyond what it had before."""
     activities = [torch.profiler.ProfilerActivity.CPU]
+    gc.collect()  # what an earlier run left would be freed, and subtracted, at any moment of this one
     with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
         run()
     events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
