@@ -34,7 +34,7 @@ class Arguments(ctypes.Structure):
 
 class Comm(Arguments):
     _fields_ = [
-        *((name, _I32) for name in ("rank", "num_ranks", "num_experts", "gate", "plain", "reserved")),
+        *((name, _I32) for name in ("rank", "num_ranks", "num_experts", "gate", "plain", "num_origins")),
         ("timeout_ns", _I64),
         ("pool_bytes", _I64 * 2),
         ("control", _U64),
@@ -47,7 +47,17 @@ class Comm(Arguments):
 
     @classmethod
     def of(cls, comm: _C.Comm) -> Comm:
-        names = "rank", "num_ranks", "num_experts", "gate", "plain", "timeout_ns", "control", "own_control"
+        names = (
+            "rank",
+            "num_ranks",
+            "num_experts",
+            "gate",
+            "plain",
+            "num_origins",
+            "timeout_ns",
+            "control",
+            "own_control",
+        )
         return cls(**{name: int(getattr(comm, name)) for name in (*names, "state", "board")})
 
 

@@ -69,6 +69,7 @@ class ManyRanks:
                 num_ranks=ranks,
                 num_experts=experts,
                 gate=_C.Step.NONE,
+                num_origins=1,
                 timeout_ns=int(TIMEOUT_S * 1e9),
                 control=self.control.table.address,
                 own_control=self.control.ptrs[rank],

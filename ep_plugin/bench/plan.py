@@ -104,7 +104,7 @@ class Rows(NamedTuple):
         sent: rows to other nodes.
         landed: rows from other nodes.
         links: rows to other ranks of the node.
-        last: the part of `links` that comes by the rail's last leg.
+        last: the part of `links` that comes by the rail's last chunk.
     """
 
     sent: float
@@ -125,7 +125,7 @@ def expected_rows(plan: Plan) -> dict[str, Rows]:
     node, rank, pair = T * needs(plan.experts // N), T * needs(plan.experts // R), T * plan.topk / R
     links = (G - 1) * rank
     return {
-        TWO_LEVEL: Rows((N - 1) * node, (N - 1) * node, N * links, links / plan.chunks),
+        TWO_LEVEL: Rows((N - 1) * node, (N - 1) * node, N * links, (N - 1) * links / max(1, plan.chunks)),
         ROW_PER_RANK: Rows((R - G) * rank, (R - G) * rank, links),
         COPIES: Rows((R - G) * pair, (R - G) * pair, (G - 1) * pair),
     }
@@ -154,22 +154,25 @@ def counted_rows(plan: Plan, routing: Sequence[torch.Tensor], node: int = 0, ind
     needed = pairs > 0
     needs_node = needed.any(2)
     brought = [_pairs(plan, ids)[:, node] > 0 for ids in routing]
-    sent = landed = last = 0
-    links = int(needed[:, inside].sum())
+    sent = landed = 0
+    links, in_chunks = int(needed[:, inside].sum()), [0] * max(1, plan.chunks)
     for leg in legs_of(node, N, plan.chunks):
         first, end = chunk_bounds(len(needed), plan.chunks)[leg.chunk :][:2]
         sent += int(needs_node[first:end, leg.to].sum())
         first, end = chunk_bounds(len(brought[leg.source]), plan.chunks)[leg.chunk :][:2]
         chunk = brought[leg.source][first:end]
         landed += int(chunk.any(1).sum())
-        last = int(chunk[:, inside[node]].sum())
-        links += last
+        in_chunks[leg.chunk] += int(chunk[:, inside[node]].sum())
 
     def flat(rows: torch.Tensor) -> Rows:
         far = int(rows[:, torch.arange(N) != node].sum())
         return Rows(far, far, int(rows[:, inside].sum()))
 
-    return {TWO_LEVEL: Rows(sent, landed, links, last), ROW_PER_RANK: flat(needed), COPIES: flat(pairs)}
+    return {
+        TWO_LEVEL: Rows(sent, landed, links + sum(in_chunks), in_chunks[-1]),
+        ROW_PER_RANK: flat(needed),
+        COPIES: flat(pairs),
+    }
 
 
 def _pairs(plan: Plan, ids: torch.Tensor) -> torch.Tensor:
@@ -205,10 +208,12 @@ def bytes_of(plan: Plan, way: str, path: str, operation: str, rows: float, weigh
     peers = plan.ranks - 1 if path == LINKS else plan.size - plan.ranks
     counts = 8 * local * peers
     if way == TWO_LEVEL and path == RAIL:
-        counts = 8 * (len(_C.header_fields) + plan.chunks) * (plan.nodes - 1)
+        of_node = plan.ranks * (1 + local)  # of its ranks and experts
+        counts = 8 * (len(_C.header_fields) + plan.chunks * (1 + of_node)) * (plan.nodes - 1)
     elif way == TWO_LEVEL:  # csrc/common/layout.h: slots, whose parts are aligned, and count rows
-        segments = 1 + plan.chunks * (plan.nodes - 1)
-        counts = 8 * (2 * len(_C.header_fields) + plan.ranks + local) * segments * peers
+        words = 2 * len(_C.header_fields) + plan.ranks + local
+        of_origins = (plan.nodes - 1) * (1 + local) * (plan.nodes > 2)
+        counts = 8 * (words + plan.chunks * (words + of_origins)) * peers  # the node's own tokens, then each chunk
         ids = 0 if operation == COMBINE else 2 * _aligned(4 * K)
         weight, scale = _aligned(weight), _aligned(scale)
     has_counts = fresh or (way == TWO_LEVEL and path == RAIL)  # over the rail, ranks compare every operation
@@ -218,8 +223,8 @@ def bytes_of(plan: Plan, way: str, path: str, operation: str, rows: float, weigh
 def least_seconds(plan: Plan, way: str, operation: str, rows: Rows, weights: bool) -> float:
     """Returns the least time that the rates allow.
 
-    Rail and links work at the same time, with one exception. In dispatch the links forward the rail's last leg when it
-    has arrived. Combine runs backwards, so its first leg waits for the sums of the node's ranks.
+    Rail and links work at the same time, with one exception. In dispatch the links forward the rail's last chunk when
+    it has arrived. Combine runs backwards, so its first chunk waits for the sums of the node's ranks.
     """
     rail, links = (
         sum(bytes_of(plan, way, path, operation, rows_of(operation, path, rows), weights)) / (rate * 1e9)

@@ -117,11 +117,12 @@ def _received_through(comm: MoECommunicator, routing: DispatchHandle) -> torch.T
     """Return int32 ``[R]``: the rows that ranks 0 to i send to this rank."""
     nodes, T = comm.nodes, routing.topk_ids.shape[0]
     assert nodes is not None
-    G, words, first = comm.engine.node_size, nodes.layout.words, nodes.layout.token_base
-    metas = routing.plan[T * nodes.num_nodes :][: nodes.num_segments * words].view(nodes.num_segments, words)
-    begins = metas[:, first : first + G].flatten().index_select(0, nodes.order)  # of all sources, in their order
-    ends = torch.cat([begins[1:], metas[0, first + G : first + G + 1]])
-    return ends.index_select(0, _last_sources(comm))
+    at, M, G = nodes.layout, nodes.num_segments, comm.engine.node_size
+    metas = routing.plan[T * nodes.num_nodes :][: M * at.words].view(M, at.words)
+    ends = metas[:, at.origin_end : at.origin_rows].view(M, G, -1)
+    rows = ends.diff(dim=2, prepend=torch.zeros_like(ends[:, :, :1]))
+    through = rows.flatten().index_select(0, nodes.order).cumsum(0, dtype=torch.int32)
+    return through.index_select(0, _last_sources(comm))
 
 
 # Of each communicator over nodes, int64 [R]: the last source of each rank, in the order of the output's rows.

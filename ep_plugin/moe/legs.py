@@ -2,17 +2,16 @@
 
 Every rank cuts its tokens into C chunks. A leg brings one chunk's rows to one other node. A rank of node n sends to
 nodes n + 1, n + 2, ... in turn, and receives from n - 1, n - 2, .... So no two nodes send to one node at the same time.
-The legs have the same numbers on all ranks of a node. Inside a node, the rows of each leg are dispatched as a segment
-of their own. Segment 0 has the tokens of the node's own ranks. Segment i + 1 has the tokens that leg i brings.
+The legs have the same numbers on all ranks of a node. Inside a node, tokens are dispatched in M = C + 1 segments.
+Segment 0 has the tokens of the node's own ranks. Segment c + 1 has the tokens that the legs of chunk c bring, one leg's
+after the other's. So the number of segments depends on C alone, however many nodes there are.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-# Between few nodes messages are long, so chunks help: one is forwarded while the next one crosses. With many nodes each
-# leg is short, and it overlaps with the legs of other nodes.
-_CHUNKS_OF_NODES = {1: 1, 2: 4, 3: 2}
+DEFAULT_CHUNKS = 4  # one chunk is forwarded while the next one crosses
 
 
 class Leg(NamedTuple):
@@ -24,13 +23,18 @@ class Leg(NamedTuple):
 
 
 def num_chunks(num_nodes: int, asked: int | None) -> int:
-    """Returns C: `asked`, which the configuration gives, or if that is None, a number that fits the nodes."""
-    return asked if asked is not None and num_nodes > 1 else _CHUNKS_OF_NODES.get(num_nodes, 1)
+    """Returns C. asked: what the configuration gives. One node has no legs."""
+    return 0 if num_nodes == 1 else DEFAULT_CHUNKS if asked is None else asked
 
 
 def num_segments(num_nodes: int, asked: int | None) -> int:
-    """Returns M: one segment, and one for each leg."""
-    return 1 + num_chunks(num_nodes, asked) * (num_nodes - 1)
+    """Returns M: one segment, and one for each chunk."""
+    return 1 + num_chunks(num_nodes, asked)
+
+
+def num_origins(num_nodes: int) -> int:
+    """Returns the most nodes whose tokens are in one segment."""
+    return max(1, num_nodes - 1)
 
 
 def chunk_bounds(num_tokens: int, chunks: int) -> list[int]:

@@ -170,13 +170,14 @@ class GroupEngine(BaseEngine):
         """Whether C may run operations before Python sees them: it opens no ranges and checks no ids on GPUs."""
         return not (self.checks_gpu_ids or self.has_ranges)
 
-    def _comm_struct(self, control: Sequence[int], num_experts: int, plain: bool = False) -> Any:
+    def _comm_struct(self, control: Sequence[int], num_experts: int, plain: bool = False, num_origins: int = 1) -> Any:
         """Returns the communicator as kernels of this node see it.
 
         Args:
             control: the address of each rank's control block, as mapped here.
             num_experts: the number of experts on the node.
             plain: whether kernels use no bulk copies.
+            num_origins: the most origins of one dispatch's tokens (csrc/common/layout.h).
         """
         table = self._control_table = AddressTable(control, self.device)
         return _C.Comm(
@@ -185,6 +186,7 @@ class GroupEngine(BaseEngine):
             num_experts=num_experts,
             gate=_C.Step[(env.settings().test_gate or "none").upper()],
             plain=int(plain),
+            num_origins=num_origins,
             timeout_ns=int(self.timeout_s * 1e9),
             control=table.address,
             own_control=control[self.index],

@@ -21,7 +21,7 @@ import os
 import threading
 from collections.abc import Sequence
 from queue import Empty
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -44,16 +44,17 @@ _NCCL = {
 _GRAPHS_S = 1.0  # how long the abort of a rail waits for CUDA graphs; kernels of NCCL end sooner
 
 
-class RailMessage(NamedTuple):
-    """Describes a message of the rail: a uint8 `tensor` that is sent to `node`, or received from it.
+Message: TypeAlias = tuple[int, torch.Tensor, bool, int]
+"""A message of the rail: a node, a uint8 tensor, whether it is sent to the node or received from it, and a tag. Gloo
+matches messages by their tag. These are plain tuples, so that a message costs no call of Python."""
 
-    Gloo matches messages by their tag.
-    """
 
-    node: int
-    tensor: torch.Tensor
-    sent: bool
-    tag: int
+class NotBegun(RuntimeError):
+    """A message of a `node` has not begun."""
+
+    def __init__(self, node: int, error: RuntimeError) -> None:
+        super().__init__(str(error))
+        self.node = node
 
 
 class _OnStream(NamedTuple):
@@ -92,31 +93,32 @@ class Rail:
         self.gathers = self.together = self.captures = progress is not None
         self._ended = self.held = False
 
-    def begin(self, messages: Sequence[RailMessage]) -> list[Any]:
-        """Begins the messages, and returns their works. RuntimeError when the backend refuses one or has ended."""
+    def begin(self, messages: Sequence[Message]) -> list[Any]:
+        """Begins the messages, and returns the work of each, or if they begin together one work for all.
+
+        RuntimeError when the backend refuses one or has ended.
+        """
         self._refuse_if_ended()
-        backend = self._backend
-        if not self.together:
-            return [self._one(message) for message in messages]
-        backend._start_coalescing()
+        backend, together = self._backend, self.together
+        works, node = [], -1
+        if together:
+            backend._start_coalescing()
         try:
-            for message in messages:
-                self._one(message)
-        except RuntimeError:
-            # A group of NCCL that stays open would swallow this thread's later calls, also the user's.
-            with contextlib.suppress(RuntimeError):
-                backend._end_coalescing()
-            raise
-        return [_OnStream(backend._end_coalescing())]
+            for node, tensor, sent, tag in messages:
+                works.append(backend.send([tensor], node, tag) if sent else backend.recv([tensor], node, tag))
+        except RuntimeError as error:
+            if together:
+                # A group of NCCL that stays open would swallow this thread's later calls, also the user's.
+                with contextlib.suppress(RuntimeError):
+                    backend._end_coalescing()
+            raise NotBegun(node, error) from error
+        return [_OnStream(backend._end_coalescing())] if together else works
 
     def gather(self, everyones: torch.Tensor, part: torch.Tensor) -> Any:
         """Begins to fill `everyones` with the `part` of every node, by node."""
         self._refuse_if_ended()
         work = self._backend._allgather_base(everyones, part)
         return _OnStream(work) if self.together else work
-
-    def _one(self, message: RailMessage) -> Any:
-        return (self._backend.send if message.sent else self._backend.recv)([message.tensor], message.node, message.tag)
 
     def _refuse_if_ended(self) -> None:
         if self._ended:
@@ -174,27 +176,21 @@ class GroupRail:
         """ranks: for each node, the rank of the group that is on this rail."""
         self._group, self._ranks, self.together = group, ranks, together
 
-    def begin(self, messages: Sequence[RailMessage]) -> list[Any]:
-        if type(self._group) is not dist.ProcessGroup:
-            # A class of Python has no backends below it, and batch_isend_irecv of PyTorch 2.15 asks for one.
-            return [self._one(message) for message in messages]
-        operations = [
-            dist.P2POp(
-                dist.isend if message.sent else dist.irecv,
-                message.tensor,
-                group=self._group,
-                tag=message.tag,
-                group_peer=self._ranks[message.node],
-            )
-            for message in messages
+    def begin(self, messages: Sequence[Message]) -> list[Any]:
+        group, ranks = self._group, self._ranks
+        if type(group) is dist.ProcessGroup and self.together:
+            operations = [
+                dist.P2POp(dist.isend if sent else dist.irecv, tensor, group=group, tag=tag, group_peer=ranks[node])
+                for node, tensor, sent, tag in messages
+            ]
+            return list(dist.batch_isend_irecv(operations))
+        # A class of Python has no backends below it, and batch_isend_irecv of PyTorch 2.15 asks for one.
+        return [
+            dist.isend(tensor, group=group, tag=tag, group_dst=ranks[node])
+            if sent
+            else dist.irecv(tensor, group=group, tag=tag, group_src=ranks[node])
+            for node, tensor, sent, tag in messages
         ]
-        return list(dist.batch_isend_irecv(operations))
-
-    def _one(self, message: RailMessage) -> Any:
-        peer = self._ranks[message.node]
-        if message.sent:
-            return dist.isend(message.tensor, group=self._group, tag=message.tag, group_dst=peer)
-        return dist.irecv(message.tensor, group=self._group, tag=message.tag, group_src=peer)
 
     def gather(self, everyones: torch.Tensor, part: torch.Tensor) -> Any:
         raise NotImplementedError("a group's messages are sent and received")
@@ -365,7 +361,7 @@ def _connect_nccl(
 def _greet(rail: Rail, node: int, num_nodes: int, timeout_s: float) -> None:
     """Returns when all ranks are connected, and have read the keys by which they found each other."""
     messages = [
-        RailMessage((node + step) % num_nodes, torch.zeros(1, dtype=torch.uint8, device="cpu"), sent, 0)
+        ((node + step) % num_nodes, torch.zeros(1, dtype=torch.uint8, device="cpu"), sent, 0)
         for sent in (True, False)
         for step in range(1, num_nodes)
     ]

@@ -25,7 +25,7 @@ from ep_plugin.ranges import NOTHING, opener
 from ep_plugin.transport import rail
 from ep_plugin.transport.exchange import Exchange
 from ep_plugin.transport.groups import backends_of, serves_gpus
-from ep_plugin.transport.rail import GroupRail, Rail, RailMessage
+from ep_plugin.transport.rail import GroupRail, Message, NotBegun, Rail
 from ep_plugin.transport.topology import NodeMap
 
 CHUNK_BYTES = {"cpu": 1 << 20, "cuda": 8 << 20}
@@ -90,6 +90,9 @@ class Rails:
         self._rank = exchange.rank
         self._timeout_s = exchange.timeout_s
         self._name = exchange.name
+        # With its size it makes a message's tag. A message meets only messages of the same communicator and size: gloo
+        # ends a process that gets a longer message than it expects, and takes a shorter one for whole.
+        self._named = zlib.crc32(f"ep_plugin {self._name} ".encode())
         self._range = opener()
         self.bytes_sent = self.bytes_received = 0
         self.waited_ns: Counter[int] = Counter()
@@ -147,10 +150,10 @@ class Rails:
         everyones = part.new_empty(len(self._ranks) * part.numel())
         nbytes = len(self.nodes) * part.numel()
         self.bytes_received += nbytes
-        work, captured = self._begin(opened, None, "", nbytes, lambda: [opened.gather(everyones, part)])
+        works, captured = self._begin(opened, "", nbytes, lambda: [opened.gather(everyones, part)])
         arrived = everyones.chunk(len(self._ranks))
         copies = [(arrived[node], into) for node, into in landing.items()]
-        return UnderWay(works=work, copies=copies, captured=captured)
+        return UnderWay(works=[(None, work) for work in works], copies=copies, captured=captured)
 
     def start(
         self, sends: Iterable[tuple[int, torch.Tensor]], receives: Iterable[tuple[int, torch.Tensor]], what: str = ""
@@ -163,26 +166,25 @@ class Rails:
             what: describes the messages in errors.
         """
         opened = self._opened()
-        messages = [
-            RailMessage(node, tensor, sent, self._tag(tensor.numel()))
-            for sent, tensors in ((True, sends), (False, receives))
-            for node, tensor in tensors
-        ]
-        self.bytes_received += sum(message.tensor.numel() for message in messages if not message.sent)
-        # Gloo begins one message after the other, so the node of one that fails is known.
-        batches = [messages] if opened.together else [[message] for message in messages]
-        works: list[tuple[int | None, Any]] = []
-        captured = None
-        for batch in filter(None, batches):
-            at = batch[0].node if len(batch) == 1 else None
-            nbytes = sum(message.tensor.numel() for message in batch if message.sent)
-            begun, captured = self._begin(opened, at, what, nbytes, functools.partial(opened.begin, batch))
-            works += begun
-        return UnderWay(works=works, what=what, captured=captured)
+        messages: list[Message] = []
+        nbytes = 0
+        for node, tensor in sends:
+            size = tensor.numel()
+            nbytes += size
+            messages.append((node, tensor, True, zlib.crc32(b"%d" % size, self._named) >> 1))
+        for node, tensor in receives:
+            size = tensor.numel()
+            self.bytes_received += size
+            messages.append((node, tensor, False, zlib.crc32(b"%d" % size, self._named) >> 1))
+        if not messages:
+            return UnderWay(works=[], what=what)
+        works, captured = self._begin(opened, what, nbytes, functools.partial(opened.begin, messages))
+        nodes = [message[0] for message in messages] if len(works) == len(messages) else [None]  # one for all
+        return UnderWay(works=list(zip(nodes, works, strict=True)), what=what, captured=captured)
 
     def _begin(
-        self, opened: Rail | GroupRail, node: int | None, what: str, nbytes: int, begin: Callable[[], list[Any]]
-    ) -> tuple[list[tuple[int | None, Any]], torch.cuda.Event | None]:
+        self, opened: Rail | GroupRail, what: str, nbytes: int, begin: Callable[[], list[Any]]
+    ) -> tuple[list[Any], torch.cuda.Event | None]:
         """Calls `begin`, which sends `nbytes` bytes, and returns its works and the event of a capture."""
         self.bytes_sent += nbytes
         progress = opened.progress
@@ -194,8 +196,9 @@ class Rails:
             captured = None if progress is None else progress.follow(works[0])
             opened.held |= captured is not None
         except RuntimeError as error:
+            node = error.node if isinstance(error, NotBegun) and not opened.together else None
             raise self._lost(error, node, what) from error
-        return [(node, work) for work in works], captured
+        return works, captured
 
     def wait(self, under_way: UnderWay) -> None:
         """Waits for the messages. On GPUs the caller's stream waits, on CPUs the host, with a deadline."""
@@ -274,7 +277,7 @@ class Rails:
         rail.drop(opened)
         if self._waiting or self.running():
             reason = f"communicator {self._name}, which shares a rail with this one, has failed"
-            opened.interrupt(self.nodes[0], self._tag(-1), self, reason)
+            opened.interrupt(self.nodes[0], zlib.crc32(b"-1", self._named) >> 1, self, reason)
 
     def rail_ends(self, reason: str) -> None:
         self._failed(reason)
@@ -283,14 +286,6 @@ class Rails:
     def _key(self) -> rail.Key:
         job = dist.get_process_group_ranks(self._group)
         return tuple(job[rank] for rank in self._ranks), self._device, backends_of(self._group)[self._device.type]
-
-    def _tag(self, nbytes: int) -> int:
-        """Returns the tag of messages of this size.
-
-        A message meets only messages of the same communicator and size: gloo ends a process that gets a longer message
-        than it expects, and takes a shorter one for whole. NCCL knows no tags.
-        """
-        return zlib.crc32(f"ep_plugin {self._name} {nbytes}".encode()) >> 1
 
     def _step(self, step: str, what: str) -> str:
         """Returns the name of a range."""

@@ -83,7 +83,7 @@ def _over_nodes(rank: int, size: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("size", "per_node"), [(4, 2), (3, 1)])
+@pytest.mark.parametrize(("size", "per_node"), [(4, 2), (3, 1), (6, 2)])
 def test_over_nodes(size: int, per_node: int) -> None:
     _on_ranks(size, _over_nodes, EP_PLUGIN_RANKS_PER_NODE=str(per_node))
 

@@ -26,7 +26,7 @@ EXTREMES = (-HUGE, HUGE, -(2**31), 2**31 - 1)
 
 def _plan_parts(size: int) -> dict[str, slice]:
     """Where the parts of a plan lie (MetaLayout in csrc/common/layout.h), then the positions of tokens."""
-    layout = _C.meta_layout(size, EXPERTS_PER_RANK * size)
+    layout = _C.meta_layout(size, EXPERTS_PER_RANK * size, 1)
     names = [name for name, value in vars(_C.MetaLayout).items() if isinstance(value, property)]
     begins = sorted((getattr(layout, name), name) for name in names)
     parts = {name: slice(begin, end) for (begin, name), (end, _) in itertools.pairwise(begins)}
@@ -135,7 +135,9 @@ def anything_goes(rank: int, size: int, layout: DispatchLayout, seed: int, trial
         ) -> None:
             words = getattr(handle, field).data.view(-1)
             # Most of the plan's words are positions, which are many and alike: rather one of those before them.
-            last = _C.meta_layout(size, EXPERTS_PER_RANK * size).words if field == "plan" and at < 0.8 else len(words)
+            last = (
+                _C.meta_layout(size, EXPERTS_PER_RANK * size, 1).words if field == "plan" and at < 0.8 else len(words)
+            )
             if whole:
                 words[:last].fill_(to)
             elif last > 0:

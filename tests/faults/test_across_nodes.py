@@ -3,6 +3,7 @@ node raises in time, says who and where, closes, and leaves nothing behind."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import re
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from ep_plugin import _C, MoECommunicator, MoECommunicatorConfig
 from ep_plugin.errors import DisagreementError, EpPluginError, PeerAborted, PeerTimeout
 from ep_plugin.moe.across_nodes.nodes import Nodes
+from ep_plugin.moe.legs import DEFAULT_CHUNKS
 from tests.faults.fault_cases import (
     at_gate,
     nothing_left_behind,
@@ -92,18 +94,18 @@ def _before_call(nodes: Nodes, method: str, number: int, act: Callable[[], None]
     setattr(nodes, method, call)
 
 
-def _crossings(legs: int) -> dict[str, tuple[str, int]]:
-    """When the victim dies: in which call of Nodes, counted from the start of a round trip of so many legs each way."""
+def _crossings(chunks: int) -> dict[str, tuple[str, int]]:
+    """When the victim dies: in which call of Nodes, counted from the start of a round trip in `chunks`."""
     return {
         "before the counts cross": ("exchange_counts", 1),
         "between counts and ids": ("start_legs", 1),
         "while ids cross": ("finish", 2),
-        "before rows cross": ("start_leg", 1),
-        "while rows cross": ("finish", 2 + 1 + legs // 3),
+        "before rows cross": ("start_chunk", 1),
+        "while rows cross": ("finish", 2 + 1 + chunks // 3),
         "before combine": ("agree", 1),
-        "before sums return": ("start_leg", legs + 1),
-        "while sums return": ("start_leg", legs + 1 + legs // 2),
-        "before sums land": ("finish", 3 + legs + 1),
+        "before sums return": ("start_chunk", chunks + 1),
+        "while sums return": ("start_chunk", chunks + 1 + chunks // 2),
+        "before sums land": ("finish", 3 + chunks + 1),
     }
 
 
@@ -125,7 +127,7 @@ def _loses(rank: int, size: int, victim: int, when: str, how: int = signal.SIGKI
             at_gate(comm, lambda: signal_self(how))
         else:
             nodes = _nodes_of(comm)
-            _before_call(nodes, *_crossings(len(nodes.legs))[when], lambda: signal_self(how))
+            _before_call(nodes, *_crossings(nodes.chunks)[when], lambda: signal_self(how))
     dist.barrier()  # the deadline is for what follows
     error, took = _fails(comm)
     _ends(comm, error)
@@ -333,9 +335,9 @@ GARBAGE: dict[str, tuple[int, Callable[[torch.Tensor], Any], str]] = {
 }
 
 
-def _sends_garbage(rank: int, name: str) -> str:
-    call, change, _ = GARBAGE[name]
-    comm = open_with_deadline(4, DEADLINE_S, max_tokens_per_rank=40)
+def _sends_garbage(rank: int, size: int, call: int, change: Callable[[torch.Tensor], Any]) -> str:
+    """What this rank says when rank 2 changes the call of this number, 1 for the next."""
+    comm = open_with_deadline(size, DEADLINE_S, max_tokens_per_rank=40)
     _dispatch(comm, count=40)
     dist.barrier()
     if rank == 2:
@@ -367,8 +369,29 @@ def _garbles(nodes: Nodes, call: int, change: Callable[[torch.Tensor], Any]) -> 
     nodes._start = garbled  # type: ignore[method-assign]
 
 
+def _sends_named_garbage(rank: int, name: str) -> str:
+    return _sends_garbage(rank, 4, *GARBAGE[name][:2])
+
+
 @pytest.mark.parametrize("name", GARBAGE)
 def test_garbage_from_a_peer_on_the_rail_is_an_error(name: str) -> None:
-    said = values(run_ranks(4, _sends_garbage, name, env=TWO_NODES))
-    assert GARBAGE[name][2] in said[0], said
-    assert all(said) or not GARBAGE[name][2], said
+    said, expected = values(run_ranks(4, _sends_named_garbage, name, env=TWO_NODES)), GARBAGE[name][2]
+    assert expected in said[0], said
+    assert all(said) or not expected, said
+
+
+# In the words of a chunk, behind the counts of all chunks: rows for each rank of the node, then pairs for each expert.
+@pytest.mark.parametrize("word", [0, 1, 2, 5])
+@pytest.mark.parametrize("by", [1, -1])
+def test_parts_that_do_not_add_up_are_an_error(word: int, by: int) -> None:
+    """With more than two nodes, the tokens of a chunk come from several. Two ranks of a node compare their parts."""
+    change = functools.partial(_add, _FIRST_COUNT + DEFAULT_CHUNKS + word, by)
+    said = values(run_ranks(6, _sends_garbage, 6, 1, change, env=TWO_NODES))
+    assert all("step notify: rank" in each and "sent an index outside what was agreed" in each for each in said[:1]), (
+        said
+    )
+    assert all(said), said
+
+
+def _add(at: int, by: int, words: torch.Tensor) -> None:
+    words[at] += by

@@ -27,7 +27,7 @@ PATIENCE_S = 30.0
 MOST_TOKENS = 2**31 - 1
 
 # Words of a handle's plan: the routing metadata, and the positions behind it.
-META = _C.meta_layout(SIZE, EXPERTS)
+META = _C.meta_layout(SIZE, EXPERTS, 1)
 RANK_COUNT, COMBINE_BASE = META.rank_count, META.combine_base
 SEND_CHUNK_END, RECV_CHUNK_END = META.send_chunk_end, META.recv_chunk_end
 SEND_POS = META.words

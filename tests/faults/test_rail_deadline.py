@@ -20,7 +20,7 @@ from ep_plugin.runtime import group
 from ep_plugin.runtime.group import RailWatch, weakly
 from ep_plugin.transport import progress, rail
 from ep_plugin.transport.progress import Progress
-from ep_plugin.transport.rail import Rail, RailMessage
+from ep_plugin.transport.rail import Rail
 from tests.faults.fault_cases import open_communicator, open_with_deadline, tokens_for
 from tests.ranks import run_ranks, values
 
@@ -317,7 +317,7 @@ def test_messages_over_nccl_begin_all_together() -> None:
     )
     made = Rail(backend, "name", SimpleNamespace())  # type: ignore[arg-type]
     row = torch.zeros(1, dtype=torch.uint8)
-    (work,) = made.begin([RailMessage(1, row, True, 0), RailMessage(2, row, False, 0)])
+    (work,) = made.begin([(1, row, True, 0), (2, row, False, 0)])
     work.wait()
     made.abort()
     made.abort()

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from ep_plugin import _C
 from ep_plugin.moe.across_nodes.nodes import Nodes
 from ep_plugin.runtime.streams import Streams
-from ep_plugin.transport.rail import Rail, RailMessage
+from ep_plugin.transport.rail import Message, Rail
 
 CALLER, OWN, RAIL = 0, 1, 2
 NAMES = {CALLER: "caller", OWN: "own", RAIL: "rail"}
@@ -159,10 +159,10 @@ class RecordingRail(Rail):
         log, what = self._log, self.what
         log.events.append(("start", what))
         log.merge(RAIL, log.clocks[log.current])
-        log.use(RAIL, f"rail: {what}", [_range(message.tensor, not message.sent) for message in given[0]])
+        log.use(RAIL, f"rail: {what}", [_range(tensor, not sent) for _, tensor, sent, _ in given[0]])
         return [_Work(log, what, dict(log.clocks[RAIL]), self._really(given[0]))]
 
-    def _really(self, messages: Sequence[RailMessage]) -> list[Any]:
+    def _really(self, messages: Sequence[Message]) -> list[Any]:
         return self._rail.begin(messages)
 
     def follow(self, work: Any) -> None: ...
@@ -266,6 +266,10 @@ def _accesses(name: str, a: Any, layout: Any) -> Iterator[tuple[int, int, bool]]
             yield own, a.num_tokens * nbytes, False
             yield landed, a.num_rows * nbytes, False
             yield out, a.num_tokens * nbytes, True
+    elif name == "layout":
+        yield a.ids, a.num_tokens * a.topk * a.id_bytes, False
+        yield a.rank_node, 4 * a.num_ranks, False
+        yield a.counts, 4 * (a.num_ranks + a.num_nodes + a.num_experts), True
     elif name == "add_counts":
         for row in range(a.num_rows):
             yield a.counts + 4 * row * a.row_stride, 4 * a.num_columns, False
@@ -293,6 +297,8 @@ def _accesses_of_segment(name: str, a: Any, layout: Any) -> Iterator[tuple[int, 
         yield a.block_counts, 4, True
         if name == "plan":
             yield a.ids, T * K * a.id_bytes, False
+        elif a.origins:
+            yield a.origins, 4 * a.comm.num_origins * (G + a.comm.num_experts), False
         return
     row, scale, weight = a.header.row_bytes, a.header.scale_bytes, a.header.weight_bytes
     if name == "dispatch_send":

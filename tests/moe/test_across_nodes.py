@@ -6,13 +6,16 @@ EP_PLUGIN_RANKS_PER_NODE splits this machine into nodes; EP_PLUGIN_HOST does so 
 from __future__ import annotations
 
 import os
+import sys
 import unittest.mock
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ep_plugin import MoECommunicator, MoECommunicatorConfig
 from ep_plugin.errors import DisagreementError, NotSupported
@@ -73,23 +76,96 @@ def test_padding_has_room_for_every_number_of_tokens():
     on_nodes(3, 1, _chunks_of_few)
 
 
-def _host_waits(rank: int, size: int) -> tuple[int, int]:
-    """Of one dispatch: the waits for totals, and those for counts of other nodes."""
-    case = Case(tokens=ragged(size, 40), num_experts=size, topk=1)
+class _Operators(TorchDispatchMode):
+    """Counts operators of torch, but for those that only allocate, or return views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = Counter[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, returned = func.overloadpacket.__name__, func._schema.returns
+        is_view = any(each.alias_info is not None and not each.alias_info.is_write for each in returned)
+        if not is_view and not name.startswith(("empty", "new_empty")):
+            self.count[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+class _Kernels:
+    """Counts the kernels of a table."""
+
+    def __init__(self, table: Any) -> None:
+        self._table, self.count = table, Counter[str]()
+
+    def __getattr__(self, name: str) -> Any:
+        self.count[name] += 1
+        return getattr(self._table, name)
+
+
+def _calls_of_python(call: Callable[[], Any]) -> int:
+    count = 0
+
+    def counted(frame: Any, event: str, argument: Any) -> None:
+        nonlocal count
+        count += event == "call"
+
+    sys.setprofile(counted)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def _costs(rank: int, size: int, chunks: int) -> dict[str, Any]:
+    """What a round trip costs the host. Each rank has a row for every leg."""
+    case = Case(tokens=(16,) * size, num_experts=size, topk=size)
     inputs = make_inputs(case)
-    with communicator(case, FLAT) as comm:
-        engine, nodes = comm.engine, comm.nodes
+    with communicator(case, FLAT, rail_chunks=chunks) as comm:
+        engine, nodes, rails = comm.engine, comm.nodes, comm.engine.rails
+
+        def round_trip() -> None:
+            out, handle = comm.dispatch(inputs.x[rank], inputs.ids[rank], inputs.weights[rank])
+            comm.combine(out.tokens, handle)
+
+        round_trip()
+        calls = _calls_of_python(round_trip)
+        engine.kernels = kernels = _Kernels(engine.kernels)
         with (
             unittest.mock.patch.object(engine, "wait_totals", wraps=engine.wait_totals) as totals,
             unittest.mock.patch.object(nodes, "_on_host", wraps=nodes._on_host) as counts,
+            unittest.mock.patch.object(rails, "start", wraps=rails.start) as starts,
         ):
-            comm.dispatch(inputs.x[rank], inputs.ids[rank])
-        return totals.call_count, counts.call_count
+            round_trip()
+        engine.kernels = kernels._table
+        given = inputs.x[rank], inputs.ids[rank], inputs.weights[rank]
+        with _Operators() as operators:  # a mode sees the public calls as one operator each
+            made = comm.in_flight.run(comm.new_dispatch(*given, None, None, None, [], comm.number))
+            again = made[0], None, None, None, False, list(made[8:]), comm.number
+            comm.in_flight.run(comm.new_combine(*again))
+        return {
+            "waits for totals": totals.call_count,
+            "reads of counts": counts.call_count,
+            "exchanges": starts.call_count,
+            "kernels": dict(kernels.count),
+            "operators": dict(operators.count),
+            "calls of Python": calls,
+        }
 
 
-@pytest.mark.parametrize("nodes", [2, 4, 8])
-def test_a_dispatch_waits_as_often_over_many_nodes(nodes: int) -> None:
-    assert on_nodes(nodes, 1, _host_waits) == [(1, 1)] * nodes
+@pytest.mark.parametrize(
+    "sizes", [(3, 8), pytest.param((3, 16, 32), marks=pytest.mark.skipif(not LONG, reason="EP_TEST_LONG=1 runs it"))]
+)
+def test_a_round_trip_costs_as_much_over_many_nodes(sizes: Sequence[int]) -> None:
+    for chunks in (1, 3):
+        (first, *others) = [each for size in sizes for each in on_nodes(size, 1, _costs, chunks)]
+        assert all(costs == first for costs in others), (first, others)
+        assert first["waits for totals"] == 1
+        assert first["reads of counts"] == 2  # of the dispatch; on CPUs also of combine, which compares them
+        assert first["exchanges"] == 2 + chunks + 1 + chunks  # counts, ids, rows; counts, sums
+        each_segment = dict.fromkeys(("plan", "notify", "dispatch_send", "dispatch_recv"), 1 + chunks)
+        each_segment |= dict.fromkeys(("combine_send", "combine_recv"), 1 + chunks)
+        assert first["kernels"] == each_segment | {"layout": chunks, "pack": 2, "combine_add": 1}
 
 
 # -- the cases of one node -------------------------------------------------------------------------------------------
@@ -212,7 +288,7 @@ def _bytes_on_rails(rank: int, size: int, per_node: int, near: bool) -> None:
     )
     with communicator(case, FLAT) as comm:
         rails, C = comm.engine.rails, num_chunks(size // per_node, None)
-        counts = (size // per_node - 1) * (HEADER_BYTES + 8 * C)
+        counts = (size // per_node - 1) * (HEADER_BYTES + 8 * C * (1 + per_node + 4 * per_node))
 
         def crossed(call: Callable[[], Any]) -> tuple[Any, int]:
             before = rails.bytes_sent

@@ -83,8 +83,8 @@ class Exchange:
         self.node, self.kernels, self.rank, self.batches = node, kernels, rank, batches
         self.comm, self.batch, self.layout = node.comms[rank], batches[rank], layout
         T, R, E = len(self.batch.x), node.size, node.size * LOCAL
-        self.meta = torch.zeros(_C.meta_layout(R, E).words + T * (R + TOPK), dtype=torch.int32)
-        send_pos = self.meta.data_ptr() + 4 * _C.meta_layout(R, E).words
+        self.meta = torch.zeros(_C.meta_layout(R, E, 1).words + T * (R + TOPK), dtype=torch.int32)
+        send_pos = self.meta.data_ptr() + 4 * _C.meta_layout(R, E, 1).words
         self.ids = torch.zeros(max(T, 1), TOPK, dtype=torch.int32)
         slots = R * most
         self.recv_rows = torch.full((slots, TOPK), -1, dtype=torch.int32)
@@ -189,7 +189,7 @@ class Exchange:
 def _high_throughput(rank: int, ranks: int, layout: int, one_kernel: bool, simt: bool = True, most: int = 5) -> None:
     kernels, batches = many_ranks.kernels(simt), batches_of(ranks, most)
     experts = ranks * LOCAL
-    with ManyRanks(ranks, _C.control_bytes(ranks, experts), experts) as node:
+    with ManyRanks(ranks, _C.control_bytes(ranks, experts, 1), experts) as node:
         node.set_pool(DISPATCH, ranks * most * _C.slot_bytes(ROW_BYTES, 0, 0, TOPK))
         node.set_pool(COMBINE, most * TOPK * _C.partial_bytes(ROW_BYTES, 4, TOPK))
         for _ in range(2):  # epochs and consumed words

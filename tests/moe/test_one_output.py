@@ -59,14 +59,14 @@ class _Part:
         self._kept = blocks
 
     def rewrite(self, comm: MoECommunicator, words: dict[str, list[int]]) -> None:
-        layout = _C.meta_layout(comm.size, EXPERTS * comm.size)
+        layout = _C.meta_layout(comm.size, EXPERTS * comm.size, 1)
         for name, values in words.items():
             begin = getattr(layout, name)
             self.plan[begin : begin + len(values)] = torch.tensor(values, dtype=torch.int32, device=here())
 
     def dispatch(self, comm: MoECommunicator, out: dict[str, torch.Tensor], one_kernel: bool = False) -> None:
         engine, x, weights = comm.engine, self.x[comm.rank], self.weights[comm.rank]
-        slots = int(self.plan[_C.meta_layout(comm.size, EXPERTS * comm.size).recv_offset + comm.size])
+        slots = int(self.plan[_C.meta_layout(comm.size, EXPERTS * comm.size, 1).recv_offset + comm.size])
         self.recv_rows = self.plan.new_empty(slots, TOPK)
         self.struct.recv_rows, self.struct.slots = address(self.recv_rows), slots
         common = {"comm": engine.comm, "routing": self.struct, "header": self.header(_C.Op.CACHED_DISPATCH)}

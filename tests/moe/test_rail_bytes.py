@@ -8,7 +8,7 @@ from ep_plugin import MoECommunicator, MoECommunicatorConfig
 from tests.ranks import run_ranks, values
 
 TOKENS, HIDDEN, CHUNKS = 10, 64, 2
-COUNTS = 8 * (9 + CHUNKS)  # the header's words and a count for each chunk
+COUNTS = 8 * (9 + CHUNKS * (1 + 2 + 2))  # the header's words; for each chunk counts of a node, its ranks and experts
 IDS, ROW = 4 * 2, 4 * HIDDEN
 
 

@@ -37,37 +37,37 @@ def _run(comm: Any, log: Log, operation: Any, host_waits: bool = False) -> Any:
     return result
 
 
-def _round_trips(rank: int, size: int, layout: DispatchLayout, quantize: str | None, chunks: int | None) -> None:
+def _round_trips(rank: int, size: int, layout: DispatchLayout, quantize: str | None, asked: int | None) -> None:
     case = Case(tokens=ragged(size, TOKENS, 1), num_experts=4 * size, topk=4, hidden=128)
     inputs, capacity = make_inputs(case), size * TOKENS * case.topk
-    with communicator(case, layout, rail_chunks=chunks, max_tokens_per_rank=TOKENS) as comm:
+    with communicator(case, layout, rail_chunks=asked, max_tokens_per_rank=TOKENS) as comm:
         ep_plugin.record_stats()
-        log, legs = as_on_gpus(comm), len(comm.new_dispatch.args[0].legs)
+        log, chunks = as_on_gpus(comm), comm.new_dispatch.args[0].chunks
         given = inputs.x[rank], inputs.ids[rank]
         for fixed in (None, capacity):
             fresh = *given, inputs.weights[rank], None, fixed, quantize, [], comm.number
             result = _run(comm, log, comm.new_dispatch(*fresh), host_waits=fixed is None)
-            _check_dispatch(log, legs, host_waits=fixed is None)
+            _check_dispatch(log, chunks, host_waits=fixed is None)
             _check_ids(log)
             handle, weights = list(result[8:]), result[2]
             cached = *given, None, None, fixed, None, handle, comm.number
             rows = _run(comm, log, comm.new_dispatch(*cached))[0]
-            _check_dispatch(log, legs, host_waits=False)
+            _check_dispatch(log, chunks, host_waits=False)
             combine = comm.new_combine(rows, weights, inputs.x[rank], weights, False, handle, comm.number)
             sums, extra = _run(comm, log, combine)
             assert sums.shape == given[0].shape and extra.shape == given[1].shape
-            _check_combine(log, legs)
+            _check_combine(log, chunks)
 
 
-def _check_dispatch(log: Log, legs: int, host_waits: bool) -> None:
-    """Rows start before anything waits, or is sent inside the node; they are waited for one leg after the other."""
+def _check_dispatch(log: Log, chunks: int, host_waits: bool) -> None:
+    """Rows start before anything waits, or is sent inside the node; they are waited for one chunk after the other."""
     started, waited = log.order("start", "rows"), log.order("wait", "rows")
-    assert len(started) == len(waited) == legs
+    assert len(started) == len(waited) == chunks
     assert started[-1] < min(*waited, *log.order("kernel", "dispatch_send"), *log.order("kernel", "dispatch_recv"))
     sends, receives = log.order("kernel", "dispatch_send"), log.order("kernel", "dispatch_recv")
-    assert len(sends) == len(receives) == legs + 1 and sends[0] < waited[0]
-    for leg, wait in enumerate(waited):
-        assert wait < sends[leg + 1] < receives[leg + 1]
+    assert len(sends) == len(receives) == chunks + 1 and sends[0] < waited[0]
+    for chunk, wait in enumerate(waited):
+        assert wait < sends[chunk + 1] < receives[chunk + 1]
     assert len(log.order("host waits")) == (1 if host_waits else 0)
 
 
@@ -82,16 +82,16 @@ def _check_ids(log: Log) -> None:
     assert log.order("start", "rows")[-1] < plans[0] < waited < plans[1]
 
 
-def _check_combine(log: Log, legs: int) -> None:
+def _check_combine(log: Log, chunks: int) -> None:
     """Each sum returns before the next segment is waited for; all of them before any is waited for."""
     started, waited, receives = (
         log.order("start", "sums"),
         log.order("wait", "sums"),
         log.order("kernel", "combine_recv"),
     )
-    assert len(started) == len(waited) == legs and len(receives) == legs + 1
-    for leg, start in enumerate(started):
-        assert receives[leg] < start < receives[leg + 1]
+    assert len(started) == len(waited) == chunks and len(receives) == chunks + 1
+    for chunk, start in enumerate(started):
+        assert receives[chunk] < start < receives[chunk + 1]
     assert started[-1] < waited[0] and waited[-1] < log.order("kernel", "combine_add")[0]
     assert not log.order("host waits") and not log.order("start", "counts")
 

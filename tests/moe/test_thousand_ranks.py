@@ -1,12 +1,13 @@
 """The control path of one rank of 128 nodes x 8 ranks: what it computes, and that its tables stay small.
 
-No other rank runs. Shapes: R ranks, N nodes of G ranks, T tokens per rank, K experts per token, E experts in all, S
-sources, M segments.
+No other rank runs. Shapes: R ranks, N nodes of G ranks, T tokens per rank, K experts per token, E experts in all, C
+chunks, M segments.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -21,12 +22,14 @@ from ep_plugin.moe.across_nodes.dispatch import DispatchAcrossNodes
 from ep_plugin.moe.across_nodes.nodes import Nodes
 from ep_plugin.moe.across_nodes.routing import NodesRouting
 from ep_plugin.moe.high_throughput.sms import KernelSms
-from ep_plugin.moe.legs import Leg, num_chunks
+from ep_plugin.moe.legs import Leg, chunk_bounds, num_chunks
 from ep_plugin.runtime.streams import Streams
 from ep_plugin.transport.topology import NodeMap, RankReport, build_node_map
 
 N, G, LOCAL, T, K = 128, 8, 4, 4096, 8
 R, E = N * G, N * G * LOCAL
+C, M, ORIGINS = 4, 5, N - 1
+HEADER = len(_C.header_fields)
 NODE, INDEX = 77, 5
 FIRST_EXPERT_HERE = (NODE * G) * LOCAL  # where ranks are in order
 MOST_BYTES = 64 << 20
@@ -34,7 +37,7 @@ MOST_SECONDS = 20.0  # of steps that take less than one on an idle core
 
 
 class _Rails:
-    """In place of the rails: the rank on every other node sends `counts(node)` rows, of one expert."""
+    """In place of the rails: the rank on every other node sends `counts(node)` rows in each chunk, of one expert."""
 
     def __init__(self, counts: Any) -> None:
         self.nodes = [(NODE + step) % N for step in range(1, N)]
@@ -48,7 +51,7 @@ class _Rails:
         self.sent = {node: tensor.view(torch.int64).tolist() for node, tensor in sends}
         for node, tensor in receives:
             words = self.sent[node].copy()
-            words[-1] = self._counts(node)
+            words[HEADER : HEADER + C] = [self._counts(node)] * C
             tensor.view(torch.int64).copy_(torch.tensor(words))
 
     bytes_sent = bytes_received = 0
@@ -76,19 +79,19 @@ def an_engine(node_map: NodeMap) -> Any:
         node_size=G,
         local_experts=LOCAL,
         node_experts=LOCAL * G,
-        meta_layout=_C.meta_layout(G, LOCAL * G),
+        meta_layout=_C.meta_layout(G, LOCAL * G, ORIGINS),
         state=torch.zeros(_C.state_bytes, dtype=torch.uint8),
         num_totals=_C.num_totals + LOCAL,
         device=torch.device("cpu"),
         config=MoECommunicatorConfig(num_experts=E, hidden_size=64, topk=K, max_tokens_per_rank=T),
-        rails=_Rails(lambda node: 3 * node),
+        rails=_Rails(lambda node: node),
         check=lambda: None,
         on_rail=contextlib.nullcontext,
         layout=0,
         comm=_C.Comm(),
         streams=Streams(),
         timeout_s=60.0,
-        kernels=SimpleNamespace(pack=lambda args: None),
+        kernels=SimpleNamespace(pack=lambda args: None, layout=_C.cpu.layout),
         dispatch_sms=lambda *sizes: KernelSms(1, 1),
         enter=lambda chosen: None,
     )
@@ -122,27 +125,33 @@ def test_tables_are_small_and_quick_to_make() -> None:
     began = time.monotonic()
     with _Made() as made:
         nodes = Nodes(an_engine(a_map()))
-    assert max(made.sizes) <= E + 2
+    assert max(made.sizes) <= R + N + E
     assert time.monotonic() - began < MOST_SECONDS
-    assert (nodes.num_nodes, nodes.chunks, nodes.num_segments) == (N, 1, N)
+    assert (nodes.num_nodes, nodes.chunks, nodes.num_segments) == (N, C, M)
     tables = held_by(nodes)
-    assert sorted(len(table) for table in tables) == [R, E + 2, E + 2]
+    assert sorted(len(table) for table in tables) == [N - 1, C * (N - 1), R, E + 2, E + 2, M * G * ORIGINS, R + N + E]
     assert sum(table.nbytes for table in tables) < 128 * E
 
 
 def test_legs_meet_each_other_node_once_and_no_two_nodes_send_to_one(nodes: Nodes) -> None:
-    assert nodes.chunks == num_chunks(N, None) == 1
+    assert nodes.chunks == num_chunks(N, None) == C
     assert nodes.legs[0] == Leg(0, NODE + 1, NODE - 1)
-    for step, leg in enumerate(nodes.legs, start=1):
-        assert ((leg.to - NODE) % N, (NODE - leg.source) % N) == (step, step)
+    for chunk, of_chunk in enumerate(nodes.of_chunks):
+        for step, leg in enumerate(nodes.legs[of_chunk], start=1):
+            assert (leg.chunk, (leg.to - NODE) % N, (NODE - leg.source) % N) == (chunk, step, step)
 
 
 def test_output_order_is_that_of_ranks(nodes: Nodes) -> None:
     node_map, order = nodes.engine.node_map, nodes.order.tolist()
-    assert sorted(order) == list(range(R))
-    node_of_segment = {0: NODE} | {number: leg.source for number, leg in enumerate(nodes.legs, start=1)}
-    ranks = [node_map.node_ranks(node_of_segment[source // G])[source % G] for source in order]
-    assert ranks == list(range(R))
+    assert sorted(order) == list(range(M * G * ORIGINS))
+    found = []
+    for place in order[: G + C * ORIGINS * G]:  # the others have no rows
+        sender, origin = divmod(place, ORIGINS)
+        segment, index = divmod(sender, G)
+        node = NODE if segment == 0 else nodes.legs[origin].source
+        found.append((node_map.node_ranks(node)[index], segment))
+    assert found == sorted(found) and len(set(found)) == len(found)
+    assert {rank for rank, _ in found} == set(range(R))
 
 
 def test_expert_tables_name_node_and_place(nodes: Nodes) -> None:
@@ -158,17 +167,41 @@ def test_expert_tables_name_node_and_place(nodes: Nodes) -> None:
 def test_one_message_of_counts_goes_to_each_other_node(nodes: Nodes) -> None:
     engine = nodes.engine
     header = _C.Header(**dict.fromkeys(_C.header_fields, 1) | {"num_tokens": T})
-    sent, received = nodes.exchange_counts(header, torch.tensor([[2 * node for node in range(N)]]))
+    counts = torch.arange(C * N * (1 + G + G * LOCAL), dtype=torch.int32).view(C, N, -1)
+    counts[:, :, 0] = 2 * torch.arange(N)
+    sent, received, origins = nodes.exchange_counts(header, counts, padded=False)
     assert sent == [2 * leg.to for leg in nodes.legs]
-    assert received == [3 * leg.source for leg in nodes.legs]
+    assert received == [leg.source for leg in nodes.legs]
     assert engine.rails.sent.keys() == set(range(N)) - {NODE}
-    assert {len(words) for words in engine.rails.sent.values()} == {len(_C.header_fields) + 1}
+    assert {len(words) for words in engine.rails.sent.values()} == {HEADER + C * (1 + G + G * LOCAL)}
+    sources = [leg.source for leg in nodes.legs[:ORIGINS]]
+    assert origins.equal(counts[:, sources, 1:]), "the stand-in sends back what it gets, but for the rows"
+    nodes.host_waits = False
+    padded = nodes.exchange_counts(header, counts, padded=True)
+    assert padded[0] == padded[1] == [T // C] * len(nodes.legs)
+    assert padded.origins.equal(origins)
+
+
+def test_counts_are_those_of_a_plain_count(nodes: Nodes) -> None:
+    ids = torch.rand(T, E, generator=torch.Generator().manual_seed(3)).topk(K).indices
+    ids[7, 2:] = -1
+    counts, node_map = nodes.count(ids, padded=False), nodes.engine.node_map
+    assert counts.shape == (C, N, 1 + G + G * LOCAL)
+    bounds = chunk_bounds(T, C)
+    for chunk, (first, last) in enumerate(itertools.pairwise(bounds)):
+        tokens = ids[first:last].tolist()
+        for node in (0, NODE, N - 1):
+            ranks = node_map.node_ranks(node)
+            by_rank = [sum(any(e >= 0 and e // LOCAL == rank for e in token) for token in tokens) for rank in ranks]
+            rows = sum(any(e >= 0 and e // LOCAL in ranks for e in token) for token in tokens)
+            experts = torch.bincount(ids[first:last].flatten().clamp_min(-1) + 1, minlength=E + 1)[1:].view(R, LOCAL)
+            assert counts[chunk, node].tolist() == [rows, *by_rank, *experts[list(ranks)].flatten().tolist()]
 
 
 def a_routing(nodes: Nodes, seed: int) -> NodesRouting:
-    """An ordinary number of rows: a token needs some 8 of 128 nodes, so a leg has some 250."""
+    """An ordinary number of rows: a token needs some 8 of 128 nodes, so a leg of a quarter has some 63."""
     generator = torch.Generator().manual_seed(seed)
-    legs = [torch.randint(200, 300, (N - 1,), generator=generator).tolist() for _ in range(2)]
+    legs = [torch.randint(50, 75, (C * (N - 1),), generator=generator).tolist() for _ in range(2)]
     ids = torch.zeros(T, K, dtype=torch.int32)
     return NodesRouting.empty(nodes, ids, *legs)
 
@@ -180,13 +213,13 @@ def test_a_handle_stays_small(nodes: Nodes) -> None:
     structs = [routing.struct(number) for number in range(nodes.num_segments)]
     assert time.monotonic() - began < MOST_SECONDS
     words = nodes.words_of(T, K, routing.received)
-    assert words == len(routing.plan) == T * N + N * nodes.layout.words + sum(routing.tokens) * (2 * K + G)
-    assert nodes.num_totals == _C.num_totals + LOCAL + 2 * (N - 1) + N
+    assert words == len(routing.plan) == T * N + M * nodes.layout.words + sum(routing.tokens) * (2 * K + G)
+    assert nodes.num_totals == _C.num_totals + LOCAL + 2 * C * (N - 1) + M
     held = held_by(nodes, routing)
     assert sum(tensor.nbytes for tensor in held) < MOST_BYTES
     assert {id(table) for table in held if table.numel() > T * N} == {id(routing.plan), id(routing.recv_rows)}
     assert max(tensor.numel() for tensor in held) < T * R
-    assert nodes.layout.words < 2 * R, "meta grows with the node, not with the group"
+    assert M * nodes.layout.words < 16 * E, "meta has a few words for each rank and local expert, in each chunk"
     ends = routing.plan.data_ptr() + routing.plan.nbytes
     assert [struct.num_tokens for struct in structs] == routing.tokens
     assert structs[-1].pair_pos + 4 * K * structs[-1].num_tokens == ends
@@ -207,9 +240,10 @@ def test_a_token_crosses_once_to_each_node_that_it_needs() -> None:
     expected = torch.full((T, N), -1)
     row = 0
     needs = [{expert // (G * LOCAL) for expert in token if expert >= 0} for token in ids.tolist()]
+    bounds = chunk_bounds(T, C)
     for leg, sent in zip(nodes.legs, routing.sent, strict=True):
         begin = row
-        for token in range(T):
+        for token in range(bounds[leg.chunk], bounds[leg.chunk + 1]):
             if leg.to in needs[token]:
                 expected[token, leg.to] = row
                 row += 1
@@ -217,14 +251,19 @@ def test_a_token_crosses_once_to_each_node_that_it_needs() -> None:
     assert routing.rail_rows.equal(expected.int())
     here = ids.where(ids // (G * LOCAL) == NODE, FIRST_EXPERT_HERE - 1) - FIRST_EXPERT_HERE
     assert routing.ids(0).equal(here.int())
-    assert not any(routing.ids(number).any() for number in range(1, N))
-    assert [len(routing.ids(number)) for number in range(N)] == [T, *(3 * leg.source for leg in nodes.legs)]
+    assert not any(routing.ids(number).any() for number in range(1, M))
+    assert [len(routing.ids(number)) for number in range(M)] == [T, *[sum(leg.source for leg in nodes.legs) // C] * C]
 
 
 def test_the_plan_kernel_counts_the_tokens_of_every_segment(nodes: Nodes) -> None:
     routing, generator = a_routing(nodes, 2), torch.Generator().manual_seed(2)
     comm = _C.Comm(
-        rank=INDEX, num_ranks=G, num_experts=G * LOCAL, gate=_C.Step.NONE, state=nodes.engine.state.data_ptr()
+        rank=INDEX,
+        num_ranks=G,
+        num_experts=G * LOCAL,
+        gate=_C.Step.NONE,
+        num_origins=ORIGINS,
+        state=nodes.engine.state.data_ptr(),
     )
     began = time.monotonic()
     for number, tokens in enumerate(routing.tokens):
@@ -248,7 +287,7 @@ def test_the_plan_kernel_counts_the_tokens_of_every_segment(nodes: Nodes) -> Non
 
 def test_sizes_with_a_capacity_are_known_before_dispatch(nodes: Nodes) -> None:
     """Legs are as long as the most tokens of a rank, so memory grows with the nodes: a communicator says how much."""
-    assert nodes.plan_words(T, K, 1) == T * N + N * nodes.layout.words + N * T * (2 * K + G)
+    assert nodes.plan_words(T, K, 1) == T * N + M * nodes.layout.words + N * T * (2 * K + G)
     assert nodes.slots(1) == N * G * T
 
 
@@ -256,49 +295,36 @@ def test_sizes_with_a_capacity_are_known_before_dispatch(nodes: Nodes) -> None:
 def test_places_are_those_of_a_plain_count(nodes: Nodes, alignment: int) -> None:
     routing, at = a_routing(nodes, 1), nodes.layout
     generator = torch.Generator().manual_seed(alignment)
-    pairs = torch.randint(0, 9, (N, G, LOCAL), generator=generator, dtype=torch.int32)  # of each segment and source
+    pairs = torch.randint(0, 9, (M, G, ORIGINS, LOCAL), generator=generator, dtype=torch.int32)  # of each source
+    slots = torch.randint(0, 30, (M, G, ORIGINS), generator=generator, dtype=torch.int32)
     pairs[3] = 0
-    slots = torch.randint(0, 30, (N, G), generator=generator, dtype=torch.int32)
+    pairs[0, :, 1:] = slots[0, :, 1:] = 0  # segment 0 has one origin
     routing.plan.fill_(-7)
-    for number in range(N):
-        _write_own_places(routing.metas[number], at, pairs[number], slots[number], alignment)
+    for meta, rows, ends in zip(routing.metas, pairs, slots.cumsum(2, dtype=torch.int32), strict=True):
+        meta[at.origin_rows : at.send_chunk_end] = rows.flatten()
+        meta[at.origin_end : at.origin_rows] = ends.flatten()
     began = time.monotonic()
     with _Made() as made:
         routing.place(alignment)
-    assert max(made.sizes - {len(routing.plan)}) <= N * G * LOCAL
+    assert max(made.sizes - {len(routing.plan)}) <= M * G * ORIGINS * LOCAL
     assert time.monotonic() - began < MOST_SECONDS
 
-    sources = [divmod(source, G) for source in nodes.order.tolist()]
+    sources = [divmod(place, ORIGINS) for place in nodes.order.tolist()]
     base, token_base = torch.zeros_like(pairs), torch.zeros_like(slots)
     offsets, begin = [0], 0
     for expert in range(LOCAL):
-        for segment, index in sources:
-            base[segment, index, expert] = begin
-            begin += int(pairs[segment, index, expert])
+        for (segment, index), origin in ((divmod(sender, G), origin) for sender, origin in sources):
+            base[segment, index, origin, expert] = begin - int(pairs[segment, index, :origin, expert].sum())
+            begin += int(pairs[segment, index, origin, expert])
         begin = -(-begin // alignment) * alignment
         offsets.append(begin)
     tokens = 0
-    for segment, index in sources:
-        token_base[segment, index] = tokens
-        tokens += int(slots[segment, index])
+    for (segment, index), origin in ((divmod(sender, G), origin) for sender, origin in sources):
+        token_base[segment, index, origin] = tokens - int(slots[segment, index, :origin].sum())
+        tokens += int(slots[segment, index, origin])
     for number, meta in enumerate(routing.metas):
-        assert meta[at.flat_base :][: G * LOCAL].equal(base[number].view(-1))
-        assert meta[at.expert_offset :][: LOCAL + 1].tolist() == offsets
-        assert meta[at.expert_rows :][:LOCAL].equal(pairs.sum((0, 1), dtype=torch.int32))
-        assert meta[at.token_base :][: G + 1].tolist() == [*token_base[number].tolist(), tokens]
+        assert meta[at.flat_base : at.expert_offset].equal(base[number].flatten())
+        assert meta[at.expert_offset : at.expert_rows].tolist() == offsets
+        assert meta[at.expert_rows : at.origin_end].equal(pairs.sum((0, 1, 2), dtype=torch.int32))
+        assert meta[at.token_base : at.flat_base].tolist() == [*token_base[number].flatten().tolist(), tokens]
     assert (routing.plan[: T * N] == -7).all(), "place() wrote outside of meta"
-
-
-def _write_own_places(meta: torch.Tensor, at: Any, pairs: torch.Tensor, slots: torch.Tensor, alignment: int) -> None:
-    """What notify writes for a segment by itself. pairs: ``[G, E_l]``; slots: ``[G]``."""
-    begin = 0
-    for expert in range(LOCAL):
-        meta[at.expert_offset + expert] = begin
-        for index in range(G):
-            meta[at.flat_base + index * LOCAL + expert] = begin
-            begin += int(pairs[index, expert])
-        meta[at.expert_rows + expert] = pairs[:, expert].sum()
-        begin = -(-begin // alignment) * alignment
-    meta[at.expert_offset + LOCAL] = begin
-    meta[at.recv_offset] = 0
-    meta[at.recv_offset + 1 : at.recv_offset + G + 1] = slots.cumsum(0)

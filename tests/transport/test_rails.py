@@ -301,7 +301,7 @@ def _over_nccl2(rank: int, kind: type[_Nccl2], lazy: bool) -> None:
     assert backend.made_with == "1" and backend.device == torch.device("cuda", 0)
     assert backend.options._timeout > datetime.timedelta(hours=1) and backend.options.config.max_ctas == rail.MOST_CTAS
     sent, received = torch.full((3,), rank, dtype=torch.uint8), torch.empty(3, dtype=torch.uint8)
-    (work,) = made.begin([rail.RailMessage(1 - rank, sent, True, 0), rail.RailMessage(1 - rank, received, False, 0)])
+    (work,) = made.begin([(1 - rank, sent, True, 0), (1 - rank, received, False, 0)])
     work.wait()
     everyones = torch.empty(6, dtype=torch.uint8)
     made.gather(everyones, sent).wait()

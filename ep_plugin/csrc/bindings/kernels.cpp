@@ -73,7 +73,8 @@ constexpr std::pair<const char*, int64_t Header::*> kHeaderWords[] = {
 static_assert(std::size(kHeaderWords) == kHeaderFields, "every word of the header has a name");
 
 void bind_structs(py::module_& m) {
-  EP_STRUCT(m, Comm, rank, num_ranks, num_experts, gate, plain, timeout_ns, state, board, control, own_control)
+  EP_STRUCT(m, Comm, rank, num_ranks, num_experts, gate, plain, num_origins, timeout_ns, state, board, control,
+            own_control)
       .def("set_pool", [](Comm& comm, int pool, Address table, Address own, int64_t bytes) {
         if (pool != kDispatchPool && pool != kCombinePool)
           throw py::value_error("pool: expected 0 or 1, got " + std::to_string(pool));
@@ -93,7 +94,7 @@ void bind_structs(py::module_& m) {
 
 void bind_dispatch_args(py::module_& m) {
   EP_STRUCT(m, PlanArgs, comm, routing, ids, block_counts, id_bytes, stream);
-  EP_STRUCT(m, NotifyArgs, comm, routing, header, block_counts, ticket, segment, stream);
+  EP_STRUCT(m, NotifyArgs, comm, routing, header, block_counts, origins, ticket, segment, stream);
   EP_STRUCT(m, DispatchSendArgs, comm, routing, header, x, x_stride, scales, scale_stride, weights, num_sms, optimistic,
             quantize, element, stream);
   EP_STRUCT(m, DispatchRecvArgs, comm, routing, header, tokens, scales, weights, topk_ids, row_expert_ids, expert_count,
@@ -121,9 +122,11 @@ void bind_node_args(py::module_& m) {
 }
 
 void bind_sizes(py::module_& m) {
-  m.def("control_bytes", [](int ranks, int experts) { return control_layout(ranks, experts).bytes; });
+  m.def("control_bytes",
+        [](int ranks, int experts, int origins) { return control_layout(ranks, experts, origins).bytes; });
   EP_STRUCT(m, MetaLayout, rank_count, expert_count, send_base, combine_base, recv_offset, src_tokens, token_base,
-            flat_base, expert_offset, expert_rows, send_chunk_end, recv_chunk_end, max_rows, words);
+            token_rows, flat_base, expert_offset, expert_rows, origin_end, origin_rows, send_chunk_end, recv_chunk_end,
+            max_rows, words);
   m.def("meta_layout", &meta_layout);
   m.def("block_count_words", [](int num_tokens, int ranks, int experts) {
     return plan_blocks(num_tokens) * plan_block_words(ranks, experts);

@@ -21,9 +21,9 @@ struct Comm {
   int32_t rank;
   int32_t num_ranks;
   int32_t num_experts;
-  int32_t gate;   // tests: the Step that stops at its gate, or kNoStep
-  int32_t plain;  // CUDA: 1 uses plain loads and stores where bulk copies exist
-  int32_t reserved;
+  int32_t gate;         // tests: the Step that stops at its gate, or kNoStep
+  int32_t plain;        // CUDA: 1 uses plain loads and stores where bulk copies exist
+  int32_t num_origins;  // the most origins of one dispatch's tokens (common/layout.h)
   int64_t timeout_ns;
   int64_t pool_bytes[2];  // by Pool: size of each rank's pool
   // Tables of addresses, [R] in this rank's device memory. Nothing writes to a table that kernels may read.
@@ -64,12 +64,15 @@ struct PlanArgs {
 };
 
 // Exchanges counts with all ranks. Writes the rest of meta except recv_chunk_end and, with a ticket, the Board's
-// totals. On CUDA, a send that follows it starts before it ends, see State::positions_ready and State::counts_ready.
+// totals. Tokens of several origins must come with the counts of each origin; a part that does not add up to the counts
+// of plan is recorded as kBadData by the ranks that receive it. On CUDA, a send that follows it starts before it ends,
+// see State::positions_ready and State::counts_ready.
 struct NotifyArgs {
   Comm comm;
   Routing routing;
   Header header;
   Address block_counts;  // CUDA: as plan left them
+  Address origins;       // int32 [num_origins, R + E]: tokens for each rank, pairs for each expert; 0: one origin
   uint64_t ticket;       // 0: the host does not wait for the totals
   int32_t segment;       // the place of the totals on the board; 0 on one node
   int32_t reserved;
@@ -254,7 +257,7 @@ struct LayoutArgs {
   Address ids;        // [T,K] contiguous
   Address rank_node;  // int32 [R]: the node of each rank; not read if num_nodes is 0
   Address counts;     // out: int32 [R + num_nodes + E]: tokens of each rank, of each node, of each expert
-  Address in_rank;    // out: bool [T,R]: whether the token has an expert on the rank
+  Address in_rank;    // out: bool [T,R]: whether the token has an expert on the rank; or 0
   int32_t num_tokens;
   int32_t topk;
   int32_t num_ranks;

@@ -2,7 +2,7 @@
 //
 // A handle is the caller's memory, so anything may have been written over it. Host and device run the same checks. Each
 // item is checked independently of the others, so threads can share the items in any order.
-// Shapes: R ranks, C = kMaxChunks, E_l local experts.
+// Shapes: R ranks, C = kMaxChunks, E_l local experts, O origins.
 #pragma once
 #include "common/views.h"
 
@@ -48,18 +48,23 @@ EP_HD bool expert_is_sound(const Meta& meta, int local) {
   return (local == 0 ? begin == 0 : begin >= 0) && rows >= 0 && begin + rows <= meta.expert_offset[local + 1];
 }
 
-// Item `source`: the TOKEN_MAJOR rows of the slots that this rank receives from rank `source`.
-EP_HD bool placed_is_sound(const Comm& comm, const Meta& meta, int source) {
-  const int64_t base = meta.token_base[source];
+// Item origin + O * source: the TOKEN_MAJOR rows of the slots that this rank receives from rank `source`.
+EP_HD int placed_items(const Comm& comm) { return comm.num_ranks * comm.num_origins; }
+EP_HD bool placed_is_sound(const Comm& comm, const Meta& meta, int item) {
+  const int source = item / comm.num_origins, origin = item % comm.num_origins;
+  const int64_t begin = origin == 0 ? 0 : meta.origin_end[item - 1], end = meta.origin_end[item];
   const int64_t rows = static_cast<int64_t>(meta.recv_offset[source + 1]) - meta.recv_offset[source];
-  return base >= 0 && base + rows <= meta.token_base[comm.num_ranks];
+  const int64_t base = meta.token_base[item];
+  return 0 <= begin && begin <= end && (origin + 1 < comm.num_origins ? end <= rows : end == rows) &&
+         base + begin >= 0 && base + end <= *meta.token_rows;
 }
 
-// A cached dispatch receive reads these items: one of each rank, then one of each local expert.
-EP_HD int cached_items(const Comm& comm) { return comm.num_ranks + local_experts(comm); }
+// A cached dispatch receive reads these items: those of each rank and origin, then one of each local expert.
+EP_HD int cached_items(const Comm& comm) { return placed_items(comm) + local_experts(comm); }
 EP_HD bool cached_is_sound(const Comm& comm, const Routing& routing, const Meta& meta, int item) {
-  return item < comm.num_ranks ? received_is_sound(routing, meta, item) && placed_is_sound(comm, meta, item)
-                               : expert_is_sound(meta, item - comm.num_ranks);
+  const int placed = placed_items(comm);
+  return item < placed ? received_is_sound(routing, meta, item / comm.num_origins) && placed_is_sound(comm, meta, item)
+                       : expert_is_sound(meta, item - placed);
 }
 
 }  // namespace ep

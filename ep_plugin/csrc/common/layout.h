@@ -7,7 +7,8 @@
 //   board          host memory that all ranks of the node map, one per rank: its first fault, an abort, totals
 //   meta           the routing of one dispatch, in a tensor that the handle owns
 //
-// Shapes: R ranks, T tokens of one rank, K experts per token, E experts, E_l = E / R, C = kMaxChunks.
+// Shapes: R ranks, T tokens of one rank, K experts per token, E experts, E_l = E / R, C = kMaxChunks. O origins: a rank
+// dispatches tokens of one node or of several, one node's tokens after the other's. O = 1 unless the group spans nodes.
 #pragma once
 #include <cstdint>
 
@@ -137,14 +138,18 @@ struct Opening {
 static_assert(sizeof(Opening) == 128 && sizeof(Arrival) == 16, "peers write these whole");
 
 // A count row is 64-bit words: the halves of a Header, lower ones first, then num_rows_for_rank[R], and, for each
-// expert of the rank that it goes to, num_rows_for_expert[E_l]. The higher half of each word is the lower half of the
-// epoch. So a word needs no flag beside it: a reader waits for the words themselves.
+// expert of the rank that it goes to, num_rows_for_expert[E_l]. If the tokens have several origins, the part of each
+// origin in these counts follows: the rows for the rank that the count row goes to, then num_rows_for_expert[E_l]. The
+// higher half of each word is the lower half of the epoch. So a word needs no flag beside it: a reader waits for the
+// words themselves.
 constexpr int kHeaderWords = 2 * kHeaderFields;
-EP_HD constexpr int count_row_words(int R, int E) { return kHeaderWords + R + E / R; }
+EP_HD constexpr int count_row_words(int R, int E, int O) {
+  return kHeaderWords + R + E / R + (O > 1 ? O * (1 + E / R) : 0);
+}
 EP_HD constexpr uint64_t tagged(uint64_t epoch, uint32_t value) { return epoch << 32 | value; }
 EP_HD constexpr bool has_tag(uint64_t word, uint64_t epoch) { return ((word >> 32 ^ epoch) & UINT32_MAX) == 0; }
-EP_HD constexpr int64_t count_row_bytes(int R, int E) {
-  return align_up(8 * static_cast<int64_t>(count_row_words(R, E)), 128);
+EP_HD constexpr int64_t count_row_bytes(int R, int E, int O) {
+  return align_up(8 * static_cast<int64_t>(count_row_words(R, E, O)), 128);
 }
 
 struct ControlLayout {
@@ -156,13 +161,13 @@ struct ControlLayout {
 };
 constexpr int kConsumedCounts = 2;  // index of the count rows beside the two pools
 
-EP_HD constexpr ControlLayout control_layout(int R, int E) {
+EP_HD constexpr ControlLayout control_layout(int R, int E, int O) {
   ControlLayout at{};
   at.consumed = 0;
   at.opening = at.consumed + align_up(3 * 8 * R, 128);
   at.arrival = at.opening + static_cast<int64_t>(sizeof(Opening)) * 2 * R;
   at.count_rows = at.arrival + static_cast<int64_t>(sizeof(Arrival)) * 2 * R * kMaxChunks;
-  at.bytes = at.count_rows + 2 * R * count_row_bytes(R, E);
+  at.bytes = at.count_rows + 2 * R * count_row_bytes(R, E, O);
   return at;
 }
 
@@ -226,8 +231,10 @@ constexpr int64_t board_bytes(int64_t num_totals) { return static_cast<int64_t>(
 // ---------------------------------------------------------------------------------------------------------------
 // Routing metadata of one dispatch, int32 words, owned by the handle.
 //
-// token_base, flat_base, expert_offset and expert_rows place received rows in the output. Several dispatches can fill
-// one output: between notify and receive, the caller rewrites these words of each to their places in that output.
+// token_base, token_rows, flat_base, expert_offset and expert_rows place received rows in the output. Several
+// dispatches can fill one output: between notify and receive, the caller rewrites these words of each to their places
+// in that output. A base plus a position among all rows or pairs of the source is a row, whichever origin the position
+// is in.
 struct MetaLayout {
   int64_t rank_prefix;     // [R][R]  rows from ranks up to the first index for the second: DeepEP's rank_prefix_matrix
   int64_t rank_count;      // [R]     tokens of this rank for each rank
@@ -236,16 +243,19 @@ struct MetaLayout {
   int64_t combine_base;    // [R]     first slot of this rank's partial rows in rank s's combine pool
   int64_t recv_offset;     // [R+1]   received slots, numbered by source: source s has [s] to [s+1]
   int64_t src_tokens;      // [R]     T of each source
-  int64_t token_base;      // [R+1]   first TOKEN_MAJOR row of each source; [R]: TOKEN_MAJOR rows in all
-  int64_t flat_base;       // [R][E_l] first FLAT row of each source's pairs for each local expert
+  int64_t token_base;      // [R][O]  TOKEN_MAJOR row of a source's slot, minus the slot's number
+  int64_t token_rows;      // [1]     TOKEN_MAJOR rows in all
+  int64_t flat_base;       // [R][O][E_l] FLAT row of a source's pair for each local expert, minus the pair's position
   int64_t expert_offset;   // [E_l+1] FLAT rows by local expert, aligned
   int64_t expert_rows;     // [E_l]   rows received for each local expert
+  int64_t origin_end;      // [R][O]  slots of each source up to the end of an origin
+  int64_t origin_rows;     // [R][O][E_l] rows received from each source and origin for each local expert
   int64_t send_chunk_end;  // [R][C]  rows of this rank for rank d up to the end of chunk c
   int64_t recv_chunk_end;  // [R][C]  rows received from source s up to the end of its chunk c
   int64_t max_rows;        // [1]     the most rows that any rank sends to any
   int64_t words;
 };
-EP_HD constexpr MetaLayout meta_layout(int R, int E) {
+EP_HD constexpr MetaLayout meta_layout(int R, int E, int O) {
   MetaLayout at{};
   at.rank_prefix = 0;
   at.rank_count = at.rank_prefix + static_cast<int64_t>(R) * R;
@@ -255,10 +265,13 @@ EP_HD constexpr MetaLayout meta_layout(int R, int E) {
   at.recv_offset = at.combine_base + R;
   at.src_tokens = at.recv_offset + R + 1;
   at.token_base = at.src_tokens + R;
-  at.flat_base = at.token_base + R + 1;
-  at.expert_offset = at.flat_base + E;
+  at.token_rows = at.token_base + static_cast<int64_t>(R) * O;
+  at.flat_base = at.token_rows + 1;
+  at.expert_offset = at.flat_base + static_cast<int64_t>(E) * O;
   at.expert_rows = at.expert_offset + E / R + 1;
-  at.send_chunk_end = at.expert_rows + E / R;
+  at.origin_end = at.expert_rows + E / R;
+  at.origin_rows = at.origin_end + static_cast<int64_t>(R) * O;
+  at.send_chunk_end = at.origin_rows + static_cast<int64_t>(E) * O;
   at.recv_chunk_end = at.send_chunk_end + static_cast<int64_t>(R) * kMaxChunks;
   at.max_rows = at.recv_chunk_end + static_cast<int64_t>(R) * kMaxChunks;
   at.words = at.max_rows + 1;

@@ -36,21 +36,21 @@ EP_HD int64_t* board_totals(const Comm& comm, int segment) {
 // In rank `owner`'s control block: the epoch up to which `peer` has read what `owner` wrote to it. kind: a Pool or
 // kConsumedCounts.
 EP_HD uint64_t* consumed_word(const Comm& comm, int owner, int kind, int peer) {
-  const ControlLayout lay = control_layout(comm.num_ranks, comm.num_experts);
+  const ControlLayout lay = control_layout(comm.num_ranks, comm.num_experts, comm.num_origins);
   return at<uint64_t>(control_at(comm, owner), lay.consumed) + static_cast<int64_t>(kind) * comm.num_ranks + peer;
 }
 EP_HD uint64_t* count_words(const Comm& comm, int owner, int parity, int source) {
-  const ControlLayout lay = control_layout(comm.num_ranks, comm.num_experts);
+  const ControlLayout lay = control_layout(comm.num_ranks, comm.num_experts, comm.num_origins);
   const int64_t row = static_cast<int64_t>(parity) * comm.num_ranks + source;
   return at<uint64_t>(control_at(comm, owner),
-                      lay.count_rows + row * count_row_bytes(comm.num_ranks, comm.num_experts));
+                      lay.count_rows + row * count_row_bytes(comm.num_ranks, comm.num_experts, comm.num_origins));
 }
 EP_HD Opening* opening(const Comm& comm, int owner, int pool, int source) {
-  const ControlLayout lay = control_layout(comm.num_ranks, comm.num_experts);
+  const ControlLayout lay = control_layout(comm.num_ranks, comm.num_experts, comm.num_origins);
   return at<Opening>(control_at(comm, owner), lay.opening) + static_cast<int64_t>(pool) * comm.num_ranks + source;
 }
 EP_HD Arrival* arrival(const Comm& comm, int owner, int pool, int source, int chunk) {
-  const ControlLayout lay = control_layout(comm.num_ranks, comm.num_experts);
+  const ControlLayout lay = control_layout(comm.num_ranks, comm.num_experts, comm.num_origins);
   const int64_t row = static_cast<int64_t>(pool) * comm.num_ranks + source;
   return at<Arrival>(control_at(comm, owner), lay.arrival) + row * kMaxChunks + chunk;
 }
@@ -67,16 +67,34 @@ EP_HD void store_id(const DispatchRecvArgs& args, int64_t pair, int32_t id) {
 // A handle's routing metadata with its parts named.
 struct Meta {
   int32_t *rank_prefix, *rank_count, *expert_count, *send_base, *combine_base, *recv_offset, *src_tokens, *token_base,
-      *flat_base, *expert_offset, *expert_rows, *send_chunk_end, *recv_chunk_end, *max_rows;
+      *token_rows, *flat_base, *expert_offset, *expert_rows, *origin_end, *origin_rows, *send_chunk_end,
+      *recv_chunk_end, *max_rows;
 };
 EP_HD Meta meta_of(const Comm& comm, const Routing& routing) {
-  const MetaLayout lay = meta_layout(comm.num_ranks, comm.num_experts);
+  const MetaLayout lay = meta_layout(comm.num_ranks, comm.num_experts, comm.num_origins);
   int32_t* words = at<int32_t>(routing.meta);
-  return Meta{words + lay.rank_prefix,    words + lay.rank_count,   words + lay.expert_count,
-              words + lay.send_base,      words + lay.combine_base, words + lay.recv_offset,
-              words + lay.src_tokens,     words + lay.token_base,   words + lay.flat_base,
-              words + lay.expert_offset,  words + lay.expert_rows,  words + lay.send_chunk_end,
-              words + lay.recv_chunk_end, words + lay.max_rows};
+  return Meta{words + lay.rank_prefix,  words + lay.rank_count,  words + lay.expert_count,   words + lay.send_base,
+              words + lay.combine_base, words + lay.recv_offset, words + lay.src_tokens,     words + lay.token_base,
+              words + lay.token_rows,   words + lay.flat_base,   words + lay.expert_offset,  words + lay.expert_rows,
+              words + lay.origin_end,   words + lay.origin_rows, words + lay.send_chunk_end, words + lay.recv_chunk_end,
+              words + lay.max_rows};
+}
+
+// Whether the count rows of a notify have the counts of origins.
+EP_HD bool has_origins(const NotifyArgs& args) { return args.origins != 0 && args.comm.num_origins > 1; }
+
+// The origin of row `position` among the rows of `source`. The last one, if the position is past all rows.
+EP_HD int origin_of(const Comm& comm, const Meta& meta, int source, int32_t position) {
+  const int32_t* ends = meta.origin_end + static_cast<int64_t>(source) * comm.num_origins;
+  int first = 0, last = comm.num_origins - 1;
+  while (first < last) {
+    const int middle = (first + last) / 2;
+    if (position < ends[middle])
+      last = middle;
+    else
+      first = middle + 1;
+  }
+  return first;
 }
 
 EP_HD SlotLayout slot_layout_of(const Header& header) {
@@ -99,8 +117,7 @@ EP_HD bool pools_must_grow(const Comm& comm, const Header& header, const Meta& m
 
 // The number of rows that the output of a dispatch needs.
 EP_HD int64_t rows_required(const DispatchRecvArgs& args, const Meta& meta) {
-  return args.routing.layout == kFlat ? meta.expert_offset[local_experts(args.comm)]
-                                      : meta.token_base[args.comm.num_ranks];
+  return args.routing.layout == kFlat ? meta.expert_offset[local_experts(args.comm)] : *meta.token_rows;
 }
 
 // Whether a dispatch receive that was enqueued before the host knew the totals must be launched again, because its

@@ -135,7 +135,7 @@ Rows Dispatch::output_rows() const {
 bool Dispatch::make_small_results() {
   const HighThroughput& engine = *engine_;
   const int64_t local = engine.local_experts, T = num_tokens_, K = topk_;
-  const int64_t plan_words = meta_layout(engine.size, engine.num_experts).words + T * (engine.size + K);
+  const int64_t plan_words = meta_layout(engine.size, engine.num_experts, 1).words + T * (engine.size + K);
   Address plan = 0, ids = 0;
   const auto unless_for_buffer = [&](Object& owner) { return is_for_buffer() ? nullptr : &owner; };
   // A Buffer returns none of the first three. The plan, or the counts, then hold the block.
@@ -214,7 +214,7 @@ bool Dispatch::start() {
   const bool is_one_kernel = plan_.sms.receiving == 0;
   is_sent_ = !is_one_kernel && (is_reserved_ || engine.comm->pool_bytes[kDispatchPool] > 0);
   const PlanArgs plan{*engine.comm, routing_, ids_, block_counts_at_, id_bytes_, 0, stream_};
-  const NotifyArgs notify{*engine.comm, routing_, plan_.header, block_counts_at_, ticket_, 0, 0, stream_};
+  const NotifyArgs notify{*engine.comm, routing_, plan_.header, block_counts_at_, 0, ticket_, 0, 0, stream_};
   const bool is_launched = engine.run(
       [&] {
         enter(plan_.sms);

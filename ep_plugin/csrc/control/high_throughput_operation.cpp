@@ -42,7 +42,7 @@ Routing HighThroughputOperation::routing_of(Address topk_ids, Address plan, int6
   routing.alignment = engine.alignment;
   routing.topk_ids = topk_ids;
   routing.meta = plan;
-  routing.send_pos = plan + 4 * meta_layout(engine.size, engine.num_experts).words;
+  routing.send_pos = plan + 4 * meta_layout(engine.size, engine.num_experts, 1).words;
   routing.pair_pos = routing.send_pos + 4 * num_tokens * engine.size;
   return routing;
 }

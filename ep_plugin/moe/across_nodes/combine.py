@@ -9,14 +9,13 @@ Shapes: T tokens, K experts per token, N rows of the dispatch's output, H hidden
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import torch
 
 from ep_plugin import _C
 from ep_plugin.dtypes import DTYPE_CODES, ELEMENTS, weight_dtype
-from ep_plugin.moe.across_nodes.nodes import Nodes
+from ep_plugin.moe.across_nodes.nodes import Nodes, pairs_of
 from ep_plugin.moe.across_nodes.routing import routing_of
 from ep_plugin.moe.arguments import address, bulk_ready, check_combine
 from ep_plugin.moe.high_throughput.combine import extra_bytes
@@ -61,7 +60,9 @@ class CombineAcrossNodes(Operation):
         self._partial = row_bytes, weight_bytes, K
         headers = [engine.header(_COMBINE, *words, tokens) for tokens in routing.tokens]
         self._nodes.agree(headers[0], routing.sent, routing.received)
-        self._reserve(_C.partial_bytes(row_bytes, weight_bytes, K))
+        totals, partial_bytes = self._known.totals, _C.partial_bytes(row_bytes, weight_bytes, K)
+        rows = None if len(totals) == 1 else totals[_MAX_SENT]
+        self._nodes.reserve(COMBINE_POOL, partial_bytes, min(engine.node_size, K), rows)
         self._common = []
         for number, (tokens, header) in enumerate(zip(routing.tokens, headers, strict=True)):
             common = {"comm": engine.comm, "routing": routing.struct(number), "header": header}
@@ -78,7 +79,7 @@ class CombineAcrossNodes(Operation):
         for number in range(1, len(routing.tokens)):
             self._send(number)
             self._receive(number)
-            self._crossing.append(self._return(number))
+            self._crossing.append(self._return(number - 1))
         self._send(0)
 
     def finish(self) -> Tensors:
@@ -110,17 +111,18 @@ class CombineAcrossNodes(Operation):
         given = self._sums[number], self._extras[number]
         engine.kernels.combine_recv(combine_recv_args(self._common[number], sms, engine.streams.own, *given))
 
-    def _return(self, number: int) -> UnderWay:
-        """Begins to send a segment's sums back, and to receive the sums of the rows that the same leg has sent."""
-        begins = list(itertools.accumulate(self._routing.sent, initial=0))
-        landing = slice(begins[number - 1], begins[number])
-        pairs = [(self._sums[number], self._landed[landing])]
-        extra = self._extras[number]
-        if extra is not None and self._landed_extra is not None:
-            pairs.append((extra, self._landed_extra[landing]))
-        streams = self._engine.streams
-        with streams.on_own():
-            return self._nodes.start_leg(number - 1, pairs, back=True)
+    def _return(self, chunk: int) -> UnderWay:
+        """Begins to send a chunk's sums back, and to receive the sums of the rows that its legs have sent."""
+        legs = self._nodes.of_chunks[chunk]
+        sent, received = self._routing.sent, self._routing.received[legs]
+        begin, returned = sum(sent[: legs.start]), sent[legs]
+        of_fields = [
+            pairs_of(sums, received, landed[begin : begin + sum(returned)], returned)
+            for sums, landed in ((self._sums[chunk + 1], self._landed), (self._extras[chunk + 1], self._landed_extra))
+            if sums is not None and landed is not None
+        ]
+        with self._engine.streams.on_own():
+            return self._nodes.start_chunk(chunk, list(zip(*of_fields, strict=True)), back=True)
 
     def _add(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         engine, routing = self._engine, self._routing
@@ -157,13 +159,3 @@ class CombineAcrossNodes(Operation):
 
     def _new_extra(self, tokens: int) -> torch.Tensor:
         return self.rows.new_empty((tokens, self._routing.topk_ids.shape[1]), dtype=weight_dtype(self.rows.dtype))
-
-    def _reserve(self, partial_bytes: int) -> None:
-        """Makes the pool large enough for each segment. It serves one segment after the other."""
-        engine, K = self._engine, self._routing.topk_ids.shape[1]
-        most = engine.config.max_tokens_per_rank
-        if most is not None:
-            engine.reserve(COMBINE_POOL, most * min(engine.node_size, K) * partial_bytes)
-        else:
-            needed = self._known.totals[_MAX_SENT] * partial_bytes
-            engine.reserve(COMBINE_POOL, engine.room_for(COMBINE_POOL, needed))

@@ -1,16 +1,19 @@
 """Dispatch over several nodes.
 
 Each token crosses once to every node that needs it, over the rail to the rank with the sender's local rank. There it is
-dispatched inside the node, in a segment beside the node's own tokens. All segments write into one output.
+dispatched inside the node, in the segment of its chunk. The node's own tokens are a segment, too. All segments write
+into one output.
 
-1. Ranks of a rail exchange how many rows they have for each other. Then the rows' expert ids cross, and the rows behind
-   them.
+1. Ranks of a rail exchange how many rows they have for each other, for each rank and for each expert. Then the rows'
+   expert ids cross, and the rows behind them, chunk by chunk.
 2. While rows cross, every segment runs plan and notify, and gets its places in the output. Own tokens wait for no ids.
-3. Own tokens are dispatched while rows cross. The tokens of a leg are dispatched when the leg has arrived.
+3. Own tokens are dispatched while rows cross. The tokens of a chunk are dispatched when all its legs have arrived.
 
 With a capacity, all legs have one size and the host waits for nothing. Tokens without experts pad a leg to that size.
 
-Shapes: T tokens, H hidden size, K experts per token, L legs, M = L + 1 segments of T_m tokens, N output rows.
+The number of kernels, of exchanges and of host waits depends on the number of chunks alone, not on the number of nodes.
+
+Shapes: T tokens, H hidden size, K experts per token, L legs, C chunks, M = C + 1 segments of T_m tokens, N output rows.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ import torch
 from ep_plugin import _C
 from ep_plugin.dtypes import DTYPE_CODES, ELEMENTS, QUANTIZED, num_scales
 from ep_plugin.errors import EpPluginError
-from ep_plugin.moe.across_nodes.nodes import Nodes
+from ep_plugin.moe.across_nodes.nodes import Nodes, pairs_of
 from ep_plugin.moe.across_nodes.routing import NodesRouting, routing_of
 from ep_plugin.moe.arguments import MOST_ROWS, address, bulk_ready, check_dispatch
 from ep_plugin.moe.high_throughput.dispatch import empty_rows
@@ -61,7 +64,7 @@ class Payload(NamedTuple):
 class Ids(NamedTuple):
     """Expert ids that are crossing, int32 ``[rows, K]``.
 
-    packed: the ids of all rows that this rank sends. landed[i]: the ids of the rows that leg i brings.
+    packed: the ids of all rows that this rank sends. landed[i]: the ids of the rows that the legs of chunk i bring.
     """
 
     packed: torch.Tensor
@@ -98,8 +101,6 @@ class DispatchAcrossNodes(Operation):
         call, fresh = self._call, self._routing is None
         self._payload = self._make_payload()
         headers = self._headers()
-        if self._engine.config.max_tokens_per_rank is not None:
-            self._reserve([])  # before anything crosses
         routing = self._routing
         if routing is None:
             routing = self._routing = self._route(headers(_DISPATCH, len(call.x)))
@@ -113,8 +114,9 @@ class DispatchAcrossNodes(Operation):
             assert call.previous is not None
             totals = call.previous.totals
         self._headers_of = [headers(_CACHED, tokens) for tokens in routing.tokens]
-        if self._engine.config.max_tokens_per_rank is None:
-            self._reserve(totals)
+        G = self._engine.node_size
+        rows = None if len(totals) == 1 else G * totals[_MAX_ROWS]
+        self._nodes.reserve(DISPATCH_POOL, self._slot_bytes, G, rows)
         self._allocate(totals, fresh)
         self._nodes.enter()
         self._send_segment(0, self._payload)
@@ -124,12 +126,13 @@ class DispatchAcrossNodes(Operation):
         engine, streams, routing = self._engine, self._engine.streams, self._routing
         assert routing is not None
         self._receive_segment(0)
-        ends = list(itertools.accumulate(routing.received, initial=0))
-        for number, crossing in enumerate(self._crossing):
+        begin = 0
+        for number, (crossing, tokens) in enumerate(zip(self._crossing, routing.tokens[1:], strict=True), start=1):
             with streams.on_own():
                 self._nodes.finish(crossing)
-            self._send_segment(number + 1, self._landed.part(ends[number], ends[number + 1]))
-            self._receive_segment(number + 1)
+            self._send_segment(number, self._landed.part(begin, begin + tokens))
+            self._receive_segment(number)
+            begin += tokens
         streams.join()
         is_fresh, capacity = self._call.previous is None, self._call.capacity
         given = routing.metas.view(-1), self._slot, routing.topk_ids, is_fresh, engine.flat, capacity
@@ -201,25 +204,18 @@ class DispatchAcrossNodes(Operation):
             needed[:, nodes.node] = False
             needed = needed[:, : nodes.num_nodes]
             through = torch.nn.functional.pad(needed.to(torch.int32).cumsum(0, dtype=torch.int32), (0, 0, 1, 0))
-        bounds = nodes.bounds(T)
-        if call.capacity is None:
-            with streams.on_own():
-                counts = torch.stack([through[bound] for bound in bounds]).diff(dim=0).to(torch.int64)
-            sent, received = nodes.exchange_counts(header, counts)
-        else:
-            sent = received = nodes.padded_rows()
-            nodes.agree(header, sent, received)
+        padded = call.capacity is not None
+        counted = nodes.count(ids, padded)
+        counts = self._counts = nodes.exchange_counts(header, counted, padded)
         own_ids = torch.empty(ids.shape, dtype=torch.int32, device=ids.device)
-        routing = NodesRouting.empty(nodes, own_ids, sent, received)
+        routing = NodesRouting.empty(nodes, own_ids, counts.sent, counts.received)
         nodes.enter()
         with streams.on_own():
+            begins = nodes.begins(counted)
             own_ids.copy_(ids)
-            routing.rail_rows.fill_(-1)
-            for leg, begin in zip(nodes.legs, itertools.accumulate(sent, initial=0), strict=False):
-                first, last = bounds[leg.chunk], bounds[leg.chunk + 1]
-                rows = through[first + 1 : last + 1, leg.to] - through[first, leg.to] + (begin - 1)
-                column = routing.rail_rows[first:last, leg.to]
-                column.copy_(torch.where(needed[first:last, leg.to], rows, -1))
+            for chunk, (first, last) in enumerate(itertools.pairwise(nodes.bounds(T))):
+                rows = through[first + 1 : last + 1] - through[first] + (begins[chunk] - 1)
+                routing.rail_rows[first:last].copy_(torch.where(needed[first:last], rows, -1))
             routing.ids(0).copy_(nodes.local_id[indices])
         return routing
 
@@ -230,12 +226,13 @@ class DispatchAcrossNodes(Operation):
             packed = routing.topk_ids.new_full((sum(routing.sent), K), -1)  # -1: the padding of a leg
         self._run_pack(routing, num_rows=len(packed), ids=routing.topk_ids.data_ptr(), topk=K, packed_ids=packed)
         with streams.on_own():
-            landed = packed.new_empty((sum(routing.received), K)).split(routing.received)
-            pairs = [[pair] for pair in zip(packed.split(routing.sent), landed, strict=True)]
-            return Ids(packed, landed, nodes.start_legs(nodes.legs, pairs, "expert ids"))
+            landed = packed.new_empty((sum(routing.received), K))
+            pairs = pairs_of(packed, routing.sent, landed, routing.received)
+            crossing = nodes.start_legs(nodes.legs, [(pair,) for pair in pairs], "expert ids")
+            return Ids(packed, landed.split(routing.tokens[1:]), crossing)
 
     def _take_ids(self, routing: NodesRouting, ids: Ids) -> None:
-        """Waits for the expert ids of the segments that the legs bring."""
+        """Waits for the expert ids of the segments of other nodes' tokens."""
         nodes, streams = self._nodes, self._engine.streams
         with streams.on_own():
             nodes.finish(ids.crossing)
@@ -243,7 +240,7 @@ class DispatchAcrossNodes(Operation):
                 routing.ids(number).copy_(nodes.local_id[nodes.table_index(landed)])
 
     def _cross(self, routing: NodesRouting) -> None:
-        """Begins to send the rows that cross, and to receive other nodes' rows, in the order of the legs."""
+        """Begins to send the rows that cross, and to receive other nodes' rows, chunk by chunk."""
         streams = self._engine.streams
         rows, scales, weights = self._payload
         packed = self._packed = self._payload.like(sum(routing.sent))
@@ -265,7 +262,15 @@ class DispatchAcrossNodes(Operation):
             packed_weights=packed.weights,
         )
         with streams.on_own():
-            self._crossing = [self._start_leg(leg, packed, routing) for leg in range(len(self._nodes.legs))]
+            both = zip(packed, self._landed, strict=True)
+            of_fields = [
+                pairs_of(sent, routing.sent, landed, routing.received)
+                for sent, landed in both
+                if sent is not None and landed is not None
+            ]
+            pairs = list(zip(*of_fields, strict=True))
+            of_chunks = enumerate(self._nodes.of_chunks)
+            self._crossing = [self._nodes.start_chunk(chunk, pairs[legs]) for chunk, legs in of_chunks]
 
     def _run_pack(self, routing: NodesRouting, **given: Any) -> None:
         engine = self._engine
@@ -287,12 +292,6 @@ class DispatchAcrossNodes(Operation):
             )
         )
 
-    def _start_leg(self, number: int, packed: Payload, routing: NodesRouting) -> UnderWay:
-        sent = packed.part(sum(routing.sent[:number]), sum(routing.sent[: number + 1]))
-        landed = self._landed.part(sum(routing.received[:number]), sum(routing.received[: number + 1]))
-        pairs = [(a, b) for a, b in zip(sent, landed, strict=True) if a is not None and b is not None]
-        return self._nodes.start_leg(number, pairs)
-
     def _plan_segments(self, routing: NodesRouting, headers: Any, ids: Ids) -> list[int]:
         """Plans and notifies every segment and places its rows in the output. Then the host waits for the totals of all
         segments. Returns the handle's totals."""
@@ -307,7 +306,9 @@ class DispatchAcrossNodes(Operation):
             words = _C.block_count_words(tokens, engine.node_size, engine.node_experts)
             with streams.on_own():
                 counts = torch.empty(words, dtype=torch.int32, device=engine.device)
-            plan_and_notify(engine, routing.struct(number), header, routing.ids(number), counts, ticket, number)
+            origins = 0 if number == 0 else self._counts.origins[number - 1].data_ptr()
+            given = routing.struct(number), header, routing.ids(number), counts, ticket, number, origins
+            plan_and_notify(engine, *given)
         alignment = engine.config.expert_alignment if engine.flat else 1
         with streams.on_own():
             routing.place(alignment)
@@ -328,15 +329,6 @@ class DispatchAcrossNodes(Operation):
         self._totals = torch.tensor(totals_list, dtype=torch.int64, device="cpu")
         routing.make_recv_rows(slots)
         return totals_list
-
-    def _reserve(self, totals: list[int]) -> None:
-        """Makes the pool large enough for each segment. It serves one segment after the other."""
-        engine, most = self._engine, self._engine.config.max_tokens_per_rank
-        if most is not None:
-            engine.reserve(DISPATCH_POOL, engine.node_size * most * self._slot_bytes)
-        else:
-            needed = engine.node_size * totals[_MAX_ROWS] * self._slot_bytes
-            engine.reserve(DISPATCH_POOL, engine.room_for(DISPATCH_POOL, needed))
 
     # -- segments ------------------------------------------------------------------------------------------------
 

@@ -1,14 +1,16 @@
 """The facts about a group of several nodes that dispatch and combine need, and their exchanges over the rail.
 
-Shapes: R ranks, N nodes of G ranks, E experts in all, E_n = E / N on this node, L legs, M = L + 1 segments.
+Shapes: R ranks, N nodes of G ranks, E experts in all, E_n = E / N on each node, C chunks, L = C * (N - 1) legs, M = C +
+1 segments, O = N - 1 origins of a segment (csrc/common/layout.h).
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -16,16 +18,36 @@ from ep_plugin import _C
 from ep_plugin.errors import CaptureRefused, DisagreementError, EpPluginError
 from ep_plugin.moe.high_throughput.engine import HighThroughputEngine
 from ep_plugin.moe.high_throughput.load import HighThroughputLoad, Source
-from ep_plugin.moe.legs import Leg, chunk_bounds, legs_of, num_chunks, num_segments
+from ep_plugin.moe.legs import Leg, chunk_bounds, legs_of, num_chunks, num_origins, num_segments
 from ep_plugin.runtime.faults import DISAGREE_ON
 from ep_plugin.transport.rails import UnderWay
 from ep_plugin.transport.topology import NodeMap
 
 _HEADER = _C.header_fields
-_NOT_COMPARED = ("num_tokens",)
+_NOT_COMPARED = ("num_tokens",)  # the last one
+
+
+class Counts(NamedTuple):
+    """What one dispatch's ranks of a rail know of each other's rows.
+
+    sent, received: the rows that each leg sends and brings. origins: int32 ``[C, O, G + E_n]``, of each leg that comes,
+    the rows for each rank of this node and the pairs for each of its experts.
+    """
+
+    sent: list[int]
+    received: list[int]
+    origins: torch.Tensor
+
 
 Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 """A tensor that this rank sends on a leg, and a tensor that receives the message of the leg's source."""
+
+
+def pairs_of(
+    sent: torch.Tensor, rows_sent: Sequence[int], landed: torch.Tensor, rows_landed: Sequence[int]
+) -> list[Pair]:
+    """Divides the rows of two tensors into the pairs of the legs."""
+    return list(zip(sent.split(rows_sent), landed.split(rows_landed), strict=True))
 
 
 class Nodes:
@@ -39,14 +61,26 @@ class Nodes:
         """Whether the host waits for every message."""
         self.chunks = num_chunks(self.num_nodes, engine.config.rail_chunks)
         self.legs = legs_of(self.node, self.num_nodes, self.chunks)
+        per_chunk = self.num_nodes - 1
+        self.of_chunks = [slice(chunk * per_chunk, (chunk + 1) * per_chunk) for chunk in range(self.chunks)]
+        """The legs of each chunk."""
         self.num_segments = num_segments(self.num_nodes, engine.config.rail_chunks)
         self.num_totals = engine.num_totals + 2 * len(self.legs) + self.num_segments
         self.layout = engine.meta_layout
+        G, origins = engine.node_size, num_origins(self.num_nodes)
         order = _output_order(node_map, self.node, self.chunks)
-        G = engine.node_size
-        self.order = torch.tensor([source.segment * G + source.local_rank for source in order], device=device)
-        """``[S]``, segment * G + local rank of each source, in the order of the output's rows."""
+        places = [(source.segment * G + source.local_rank) * origins + source.origin for source in order]
+        unused = sorted(set(range(self.num_segments * G * origins)) - set(places))  # segment 0 has one origin
+        self.order = torch.tensor(places + unused, device=device)
+        """``[M * G * O]``, (segment * G + local rank) * O + origin of each source, in the order of the output's rows.
+        Then the places that no source has."""
         engine.load = HighThroughputLoad(engine, self.layout, engine.local_experts, order)
+        self.rank_node = torch.tensor([node_map.node_of(rank) for rank in range(engine.size)], device=device).int()
+        """``[R]``: the node of each rank."""
+        self._counts_of_nodes = torch.tensor(_counts_of_nodes(engine), device=device)
+        self._leg_index = torch.tensor([leg.chunk * self.num_nodes + leg.to for leg in self.legs], device=device)
+        self._sources = torch.tensor([leg.source for leg in self.legs[: self.num_nodes - 1]], device=device)
+        """``[O]``: the nodes whose tokens are in a segment, in their order."""
         node_of, local_id = _expert_tables(engine)
         self.node_of = torch.tensor(node_of, device=device)
         """``[E + 2]`` by expert id + 1: the node that holds the expert; N for -1 and for E."""
@@ -74,7 +108,7 @@ class Nodes:
         return None if capacity is None else sum(self.padded_slots())
 
     def padded_rows(self) -> list[int]:
-        """Returns the rows of each leg if the host knows no counts.
+        """Returns the rows of each leg if the host knows no counts: the most that it can have.
 
         Each leg has room for the longest chunk of a rank with ``max_tokens_per_rank`` tokens. No rank with fewer tokens
         has a longer chunk, although its i-th chunk may be longer than the i-th chunk of that rank.
@@ -85,24 +119,97 @@ class Nodes:
 
     def padded_slots(self) -> list[int]:
         """Returns the received slots of each segment if the host knows no counts."""
+        return [self.engine.node_size * tokens for tokens in self.padded_tokens()]
+
+    def padded_tokens(self) -> list[int]:
+        """Returns the tokens of each segment if the host knows no counts."""
         most = self.engine.config.max_tokens_per_rank
         assert most is not None
-        return [self.engine.node_size * rows for rows in (most, *self.padded_rows())]
+        return self.tokens_of(most, self.padded_rows())
+
+    def tokens_of(self, num_tokens: int, received: Sequence[int]) -> list[int]:
+        """Returns the tokens of each segment. received: the rows that each leg brings."""
+        return [num_tokens, *(sum(received[legs]) for legs in self.of_chunks)]
+
+    def reserve(self, pool: int, row_bytes: int, per_token: int, rows: int | None) -> None:
+        """Makes the pool large enough for each segment. It serves one segment after the other.
+
+        per_token: the most rows of a token. rows: the most of any segment; None: the host does not know them.
+        """
+        engine, most = self.engine, self.engine.config.max_tokens_per_rank
+        if rows is None:
+            engine.reserve(pool, row_bytes * max(self.padded_tokens()) * per_token)
+        elif most is not None and rows <= most * per_token:
+            engine.reserve(pool, row_bytes * most * per_token)
+        else:
+            engine.reserve(pool, engine.room_for(pool, row_bytes * rows))
 
     # -- over the rail -------------------------------------------------------------------------------------------
 
-    def exchange_counts(self, header: Any, counts: torch.Tensor) -> tuple[list[int], list[int]]:
-        """Exchanges the header and the number of rows in each chunk with every node. The host waits.
+    def count(self, ids: torch.Tensor, padded: bool) -> torch.Tensor:
+        """Counts the rows of each chunk of tokens for each node, and their parts.
 
-        counts: int64 ``[C, N]``, made on the own stream. Returns the rows that each leg sends, and the rows that each
-        leg brings.
+        ids: ``[T, K]``, as dispatch has it. padded: the legs have the rows of `padded_rows`.
+
+        Returns int32 ``[C, N, 1 + G + E_n]``, made on the own stream: the rows for the node, the rows for each of its
+        ranks, and the pairs for each of its experts.
         """
-        mine, theirs = self._exchange(header, counts)
-        for node in self.engine.rails.nodes:
-            self._check_counts(node, theirs[node])
+        engine, (T, K) = self.engine, ids.shape
+        R, N, E = engine.size, self.num_nodes, engine.config.num_experts
+        with engine.streams.on_own():
+            ids = ids.contiguous()
+            counts = torch.empty((self.chunks, R + N + E), dtype=torch.int32, device=ids.device)
+        for chunk, (first, last) in enumerate(itertools.pairwise(self.bounds(T))):
+            args = _C.LayoutArgs(
+                ids=ids.data_ptr() + first * K * ids.element_size(),
+                rank_node=self.rank_node.data_ptr(),
+                counts=counts[chunk].data_ptr(),
+                num_tokens=last - first,
+                topk=K,
+                num_ranks=R,
+                num_nodes=N,
+                num_experts=E,
+                id_bytes=ids.element_size(),
+                stream=engine.streams.own,
+            )
+            engine.kernels.layout(args)
+        with engine.streams.on_own():
+            counts = counts.index_select(1, self._counts_of_nodes).view(self.chunks, N, -1)
+            if padded:
+                counts[:, :, 0] = self.padded_rows()[0]
+            return counts
+
+    def begins(self, counts: torch.Tensor) -> torch.Tensor:
+        """Returns int32 ``[C, N]``, where the rows of each leg begin in the buffer that the rail sends.
+
+        Works on torch's current stream. counts: as `count` has made them.
+        """
+        rows = counts[:, :, 0].flatten().index_select(0, self._leg_index)
+        starts = rows.cumsum(0, dtype=torch.int32) - rows
+        return torch.zeros_like(counts[:, :, 0]).flatten().index_copy_(0, self._leg_index, starts).view(self.chunks, -1)
+
+    def exchange_counts(self, header: Any, counts: torch.Tensor, padded: bool) -> Counts:
+        """Exchanges the header and the counts of `count` with every node.
+
+        padded: as in `count`. Then the host waits for nothing on GPUs, and reads nothing.
+        """
+        N = self.num_nodes
+        with self.engine.streams.on_own():
+            words = counts.transpose(0, 1).to(torch.int64)
+            words = torch.cat([words[:, :, 0], words[:, :, 1:].flatten(1)], 1)  # the rows first, for the host
+        mine, theirs, landed = self._exchange(header, words, self.host_waits or not padded)
+        with self.engine.streams.on_own():
+            parts = landed[:, self.chunks :].view(N, self.chunks, -1).index_select(0, self._sources)
+            origins = parts.transpose(0, 1).to(torch.int32).contiguous()
+        if padded:
+            sent = received = self.padded_rows()
+            if theirs:
+                self._check_rows(received, theirs)
+            return Counts(sent, received, origins)
+        self._check_counts(theirs)
         first = len(_HEADER)
         sent = [mine[leg.to][first + leg.chunk] for leg in self.legs]
-        return sent, [theirs[leg.source][first + leg.chunk] for leg in self.legs]
+        return Counts(sent, [theirs[leg.source][first + leg.chunk] for leg in self.legs], origins)
 
     def agree(self, header: Any, sent: Sequence[int], received: Sequence[int]) -> None:
         """Raises DisagreementError unless ranks of other nodes run the same operation with the same rows in each leg.
@@ -112,25 +219,30 @@ class Nodes:
         """
         if not self.host_waits:
             return
-        counts = torch.zeros(self.chunks, self.num_nodes, dtype=torch.int64, device="cpu")
+        # As many words as in `exchange_counts`: messages of two sizes do not meet, so no rank would see a difference.
+        words = self._counts_of_nodes.numel() // self.num_nodes * self.chunks
+        counts = [[0] * words for _ in range(self.num_nodes)]
         for leg, rows in zip(self.legs, sent, strict=True):
-            counts[leg.chunk, leg.to] = rows
-        _, theirs = self._exchange(header, counts)
-        for leg, mine in zip(self.legs, received, strict=True):
-            rows = theirs[leg.source][len(_HEADER) + leg.chunk]
-            if mine != rows:
-                raise self._disagreement("rows that cross", leg.source, str(mine), str(rows))
+            counts[leg.to][leg.chunk] = rows
+        _, theirs, _ = self._exchange(header, torch.tensor(counts, dtype=torch.int64, device="cpu"), True)
+        self._check_rows(received, theirs)
 
-    def _exchange(self, header: Any, counts: torch.Tensor) -> tuple[list[list[int]], list[list[int]]]:
-        """Exchanges the header and `counts`, ``[C, N]``. Returns the words that this rank sent to each node, and the
-        words that each node sent to it."""
+    def _exchange(
+        self, header: Any, counts: torch.Tensor, host_reads: bool
+    ) -> tuple[list[list[int]], list[list[int]], torch.Tensor]:
+        """Exchanges the header and `counts`, int64 ``[N, C * (1 + G + E_n)]``, first the rows of each chunk.
+
+        Returns the header and rows that this rank has sent to each node and that each node has sent to it, if
+        `host_reads`. Then all counts that came, ``[N, ...]``. If the host reads nothing, the header is zeros.
+        """
         streams = self.engine.streams
         words = [int(getattr(header, name)) for name in _HEADER]
         with streams.on_own():
-            known = torch.tensor(words, dtype=torch.int64, device="cpu", pin_memory=counts.is_cuda)
-            going = counts.new_empty(self.num_nodes, len(words) + self.chunks)
-            going[:, : len(words)].copy_(known.to(counts.device, non_blocking=True))
-            going[:, len(words) :].copy_(counts.t())
+            going = counts.new_zeros(self.num_nodes, len(words) + counts.shape[1])
+            if host_reads:
+                known = torch.tensor(words, dtype=torch.int64, device="cpu", pin_memory=counts.is_cuda)
+                going[:, : len(words)].copy_(known.to(counts.device, non_blocking=True))
+            going[:, len(words) :].copy_(counts)
             both = torch.stack([going, going])  # nobody sends this node's row of the second half
             landed = both[1]
             nodes = self.engine.rails.nodes
@@ -140,10 +252,11 @@ class Nodes:
                 "counts",
             )
             self.finish(under_way)
-            mine, theirs = self._on_host(both)
-        for node in nodes:
-            self._check_header(node, words, theirs[node])
-        return mine, theirs
+            if not host_reads:
+                return [], [], landed[:, len(words) :]
+            mine, theirs = self._on_host(both[:, :, : len(words) + self.chunks].contiguous())
+        self._check_headers(words, theirs)
+        return mine, theirs, landed[:, len(words) :]
 
     def _on_host(self, tensor: torch.Tensor) -> list[Any]:
         """Returns the values of a tensor that torch's current stream makes. Waits for them with a deadline."""
@@ -169,13 +282,17 @@ class Nodes:
         sends, receives = [], []
         for leg, each in zip(legs, pairs, strict=True):
             to, source = (leg.source, leg.to) if back else (leg.to, leg.source)
-            sends += [(to, sent.view(-1).view(torch.uint8)) for sent, _ in each if sent.numel()]
-            receives += [(source, landed.view(-1).view(torch.uint8)) for _, landed in each if landed.numel()]
+            for sent, landed in each:
+                if sent.numel():
+                    sends.append((to, sent.view(-1).view(torch.uint8)))
+                if landed.numel():
+                    receives.append((source, landed.view(-1).view(torch.uint8)))
         return self._start(sends, receives, what)
 
-    def start_leg(self, number: int, pairs: Sequence[Pair], back: bool = False) -> UnderWay:
-        leg = self.legs[number]
-        return self.start_legs([leg], [pairs], f"{'sums' if back else 'rows'} of chunk {leg.chunk}", back)
+    def start_chunk(self, chunk: int, pairs: Sequence[Sequence[Pair]], back: bool = False) -> UnderWay:
+        """Begins to send and receive the rows, or sums, of all legs of a chunk. pairs: of each of these legs."""
+        legs = self.legs[self.of_chunks[chunk]]
+        return self.start_legs(legs, pairs, f"{'sums' if back else 'rows'} of chunk {chunk}", back)
 
     def finish(self, under_way: UnderWay) -> None:
         """Waits for messages that have begun. On CPUs the host waits, with a deadline; on GPUs torch's current stream
@@ -219,38 +336,65 @@ class Nodes:
             f"{theirs} on rank {self._peer(node)}"
         )
 
-    def _check_header(self, node: int, mine: list[int], theirs: list[int]) -> None:
-        """Raises DisagreementError unless the rank of node `node` runs the same operation."""
-        for field, name in enumerate(_HEADER):
-            if mine[field] != theirs[field] and name not in _NOT_COMPARED:
-                word, described = self.engine.described(field, mine[field])
-                raise self._disagreement(word, node, described, self.engine.described(field, theirs[field])[1])
+    def _check_headers(self, mine: list[int], theirs: list[list[int]]) -> None:
+        """Raises DisagreementError unless the ranks of all nodes run the same operation."""
+        compared = len(_HEADER) - len(_NOT_COMPARED)
+        for node in self.engine.rails.nodes:
+            given = theirs[node]
+            if given[:compared] == mine[:compared]:
+                continue
+            field = next(field for field in range(compared) if given[field] != mine[field])
+            word, described = self.engine.described(field, mine[field])
+            raise self._disagreement(word, node, described, self.engine.described(field, given[field])[1])
 
-    def _check_counts(self, node: int, theirs: list[int]) -> None:
-        """Raises EpPluginError unless the counts that the rank of node `node` has sent are possible."""
-        engine, rank = self.engine, self._peer(node)
-        tokens, counts = theirs[_HEADER.index("num_tokens")], theirs[len(_HEADER) :]
+    def _check_rows(self, received: Sequence[int], theirs: list[list[int]]) -> None:
+        """Raises DisagreementError unless each leg brings as many rows as this rank expects."""
+        for leg, mine in zip(self.legs, received, strict=True):
+            rows = theirs[leg.source][len(_HEADER) + leg.chunk]
+            if mine != rows:
+                raise self._disagreement("rows that cross", leg.source, str(mine), str(rows))
+
+    def _check_counts(self, theirs: list[list[int]]) -> None:
+        """Raises EpPluginError unless the counts that the ranks of all nodes have sent are possible."""
+        engine, chunks, first = self.engine, self.chunks, len(_HEADER)
         most = engine.config.max_tokens_per_rank
-        if not 0 <= tokens <= (_C.max_tokens if most is None else min(most, _C.max_tokens)):
-            raise EpPluginError(f"{engine.name}: step rail: rank {rank} sent {tokens} as its number of tokens")
-        bounds = self.bounds(tokens)
-        for begin, end, rows in zip(bounds[:-1], bounds[1:], counts, strict=True):
-            if not 0 <= rows <= end - begin:
-                raise EpPluginError(f"{engine.name}: step rail: rank {rank} sent {rows} rows of {end - begin} tokens")
+        most = _C.max_tokens if most is None else min(most, _C.max_tokens)
+        for node in engine.rails.nodes:
+            given = theirs[node]
+            tokens = given[first - 1]
+            if not 0 <= tokens <= most:
+                raise self._impossible(node, f"{tokens} as its number of tokens")
+            for chunk in range(chunks):
+                rows, of_chunk = given[first + chunk], tokens * (chunk + 1) // chunks - tokens * chunk // chunks
+                if not 0 <= rows <= of_chunk:
+                    raise self._impossible(node, f"{rows} rows of {of_chunk} tokens")
+
+    def _impossible(self, node: int, sent: str) -> EpPluginError:
+        return EpPluginError(f"{self.engine.name}: step rail: rank {self._peer(node)} sent {sent}")
 
 
 def _output_order(node_map: NodeMap, node: int, chunks: int) -> list[Source]:
     """Returns the sources of a dispatch's output on `node`, in the order of its rows: by rank, then by chunk."""
-    legs = legs_of(node, node_map.num_nodes, chunks)
-    segments = {(leg.source, leg.chunk): number for number, leg in enumerate(legs, start=1)}
+    origin_of = {leg.source: number for number, leg in enumerate(legs_of(node, node_map.num_nodes, 1))}
     order = []
     for rank in range(node_map.num_nodes * node_map.ranks_per_node):
         source, index = node_map.node_of(rank), node_map.local_rank_of(rank)
         if source == node:
-            order.append(Source(0, index, rank))
+            order.append(Source(0, index, 0, rank))
         else:
-            order += [Source(segments[source, chunk], index, rank) for chunk in range(chunks)]
+            order += [Source(1 + chunk, index, origin_of[source], rank) for chunk in range(chunks)]
     return order
+
+
+def _counts_of_nodes(engine: HighThroughputEngine) -> list[int]:
+    """Returns, for each node, the numbers of the layout kernel's counts: of the node, its ranks and its experts."""
+    node_map, local, numbers = engine.node_map, engine.local_experts, []
+    experts = engine.size + node_map.num_nodes
+    for node in range(node_map.num_nodes):
+        ranks = node_map.node_ranks(node)
+        numbers += [engine.size + node, *ranks]
+        numbers += [experts + rank * local + place for rank in ranks for place in range(local)]
+    return numbers
 
 
 def _expert_tables(engine: HighThroughputEngine) -> tuple[list[int], list[int]]:

@@ -8,7 +8,8 @@ recv_rows, int32 ``[sum of slots, K]``: the recv_rows of the segments, one after
 totals, int64 on the host: the totals as on one node, over all segments; then the rows that each leg sends ``[L]``, the
     rows that each leg brings ``[L]``, and the slots of each segment ``[M]``. With a capacity: the capacity alone.
 
-Shapes: T tokens, K experts per token, N nodes, G ranks on each, L legs, M = L + 1 segments of T_m tokens.
+Shapes: T tokens, K experts per token, N nodes, G ranks on each, L legs, C chunks, M = C + 1 segments of T_m tokens, O
+origins of a segment, E_l local experts.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from ep_plugin import _C
 from ep_plugin.moe.across_nodes.nodes import Nodes
 from ep_plugin.moe.arguments import check_handle_shapes, check_handle_tensors
 from ep_plugin.moe.layout import DispatchHandle, Routing
+from ep_plugin.moe.legs import num_origins
 
 _WORD_BYTES = 4
 _SLOTS, _ROWS, _MAX_ROWS, _MAX_SENT = _C.Total.SLOTS, _C.Total.ROWS, _C.Total.MAX_ROWS, _C.Total.MAX_SENT
@@ -41,7 +43,7 @@ class NodesRouting:
         self.sent, self.received = list(sent), list(received)
         T, K = topk_ids.shape
         G, M, words = nodes.engine.node_size, nodes.num_segments, nodes.layout.words
-        self.tokens = [T, *self.received]
+        self.tokens = nodes.tokens_of(T, self.received)
         self.rail_rows = plan[: T * nodes.num_nodes].view(T, nodes.num_nodes)
         begin = T * nodes.num_nodes
         self.metas = plan[begin : begin + M * words].view(M, words)
@@ -88,26 +90,28 @@ class NodesRouting:
     def place(self, aligned: int) -> None:
         """Gives every segment the places of its rows in the common output.
 
-        Before this call each segment has places as in an output of its own. aligned: the FLAT groups of experts begin
-        at multiples of this.
+        It reads what notify has counted for each source and origin. aligned: the FLAT groups of experts begin at
+        multiples of this.
         """
         nodes, at, metas = self._nodes, self._nodes.layout, self.metas
-        G, local, M = nodes.engine.node_size, nodes.engine.local_experts, nodes.num_segments
-        base = metas[:, at.flat_base : at.flat_base + G * local].view(M, G, local)
-        offset = metas[:, at.expert_offset : at.expert_offset + local + 1]
-        rows = metas[:, at.expert_rows : at.expert_rows + local]
-        ends = (offset[:, :local] + rows).unsqueeze(1)
-        counts = torch.cat([base[:, 1:], ends], dim=1) - base  # rows of each source for each expert
-        before, total = _starts_of(counts.view(M * G, local), nodes.order)
+        G, origins, local = nodes.engine.node_size, num_origins(nodes.num_nodes), nodes.engine.local_experts
+
+        def part(first: int, width: int = 1) -> torch.Tensor:
+            return metas[:, first : first + G * origins * width].view(-1, G, origins, width)
+
+        pairs = part(at.origin_rows, local)
+        before, total = _starts_of(pairs.reshape(-1, local), nodes.order)
         starts = (total + aligned - 1).div(aligned, rounding_mode="floor") * aligned
         starts = torch.nn.functional.pad(starts.cumsum(0), (1, 0))
-        base.copy_((before + starts[:local]).view(M, G, local))
-        offset.copy_(starts)
-        rows.copy_(total)
-        slots = metas[:, at.recv_offset : at.recv_offset + G + 1]
-        before, total = _starts_of(slots.diff(dim=1).reshape(M * G, 1), nodes.order)
-        metas[:, at.token_base : at.token_base + G].copy_(before.view(M, G))
-        metas[:, at.token_base + G].copy_(total)
+        earlier = pairs.cumsum(2) - pairs  # the pairs of a source's earlier origins, which its positions count, too
+        part(at.flat_base, local).copy_((before + starts[:local]).view(pairs.shape) - earlier)
+        metas[:, at.expert_offset : at.expert_offset + local + 1].copy_(starts)
+        metas[:, at.expert_rows : at.expert_rows + local].copy_(total)
+        ends = part(at.origin_end)
+        slots = ends.diff(dim=2, prepend=torch.zeros_like(ends[:, :, :1]))
+        before, total = _starts_of(slots.reshape(-1, 1), nodes.order)
+        part(at.token_base).copy_(before.view(ends.shape) - (ends - slots))
+        metas[:, at.token_rows].copy_(total)
 
     def _part(self, segment: int, first: int, width: int) -> torch.Tensor:
         begin, tokens = self._begins[segment], self.tokens[segment]

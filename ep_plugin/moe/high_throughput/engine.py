@@ -19,7 +19,7 @@ from ep_plugin.moe.arguments import address, check_group, check_routing
 from ep_plugin.moe.high_throughput import sms
 from ep_plugin.moe.high_throughput.load import HighThroughputLoad
 from ep_plugin.moe.layout import DispatchHandle, Routing
-from ep_plugin.moe.legs import num_segments
+from ep_plugin.moe.legs import num_origins, num_segments
 from ep_plugin.runtime.base import running
 from ep_plugin.runtime.faults import DISAGREE_ON
 from ep_plugin.runtime.group import GroupEngine, weakly
@@ -82,14 +82,16 @@ class HighThroughputEngine(GroupEngine):
                 f"num_experts: expected at most {_C.max_keys - self.node_size} on cuda for {self.node_size} ranks of a "
                 f"node, got {self.node_experts}"
             )
-        self.meta_layout = _C.meta_layout(self.node_size, self.node_experts)
+        origins = num_origins(self.node_map.num_nodes)
+        self.meta_layout = _C.meta_layout(self.node_size, self.node_experts, origins)
         self.meta_words = self.meta_layout.words
         self.load = HighThroughputLoad(self, self.meta_layout, self.local_experts)
         num_totals = self.num_totals * num_segments(self.node_map.num_nodes, self.config.rail_chunks)
         self._make_boards(self._allocate_boards(num_totals), num_totals)
         self.memory = self._own(open_memory(self.within, device))
-        self._control = self.memory.allocate(_C.control_bytes(self.node_size, self.node_experts), "control")
-        self.comm = self._comm_struct(self._control.ptrs, self.node_experts, plain=env.settings().plain_kernels)
+        self._control = self.memory.allocate(_C.control_bytes(self.node_size, self.node_experts, origins), "control")
+        plain = env.settings().plain_kernels
+        self.comm = self._comm_struct(self._control.ptrs, self.node_experts, plain, origins)
         self._no_pools = AddressTable([0] * self.node_size, device)  # kernels read a table even if no row goes there
         for pool in (DISPATCH_POOL, COMBINE_POOL):
             self.comm.set_pool(pool, self._no_pools.address, 0, 0)

@@ -24,16 +24,17 @@ def plan_and_notify(
     block_counts: torch.Tensor,
     ticket: int,
     segment: int,
+    origins: int,
 ) -> None:
     """Enqueues plan and notify on the own stream.
 
     ids: ``[T, K]``. block_counts: memory that plan uses. ticket: names the totals, see
-    `HighThroughputEngine.next_ticket`. segment: their place on the board.
+    `HighThroughputEngine.next_ticket`. segment: their place on the board. origins: as in NotifyArgs.
     """
     common = {"comm": engine.comm, "routing": struct, "stream": engine.streams.own}
     common["block_counts"] = block_counts.data_ptr()
     engine.kernels.plan(_C.PlanArgs(ids=ids.data_ptr(), id_bytes=ids.element_size(), **common))
-    engine.kernels.notify(_C.NotifyArgs(header=header, ticket=ticket, segment=segment, **common))
+    engine.kernels.notify(_C.NotifyArgs(header=header, origins=origins, ticket=ticket, segment=segment, **common))
 
 
 def dispatch_send_args(

@@ -3,7 +3,8 @@
 Every word of the metadata (csrc/common/layout.h: MetaLayout) that is read here is a count or a difference of counts. So
 the sum of a word over operations is the count of all these operations.
 
-Shapes: R ranks, G ranks on this node, M segments (1 on one node), E_l local experts, W words of a segment's metadata.
+Shapes: R ranks, G ranks on this node, M segments (1 on one node), O origins, E_l local experts, W words of a segment's
+metadata.
 """
 
 from __future__ import annotations
@@ -22,10 +23,11 @@ _DROPPED_IDS, _DROPPED_ROWS = "dropped ids", "dropped rows"
 
 
 class Source(NamedTuple):
-    """Tokens of `rank`, all or one chunk of them. `local_rank` sends them in `segment`."""
+    """Tokens of `rank`, all or one chunk of them. `local_rank` sends them in `segment`, as those of this `origin`."""
 
     segment: int
     local_rank: int
+    origin: int
     rank: int
 
 
@@ -55,7 +57,7 @@ class HighThroughputLoad:
         self._rank, self._size = engine.rank, engine.size
         self._index, self._node_ranks = engine.index, engine.node_ranks
         self._is_one_node = sources is None
-        self._sources = sources or [Source(0, index, rank) for index, rank in enumerate(self._node_ranks)]
+        self._sources = sources or [Source(0, index, 0, rank) for index, rank in enumerate(self._node_ranks)]
         self._num_segments = 1 + max(source.segment for source in self._sources)
         self._sums = Sums(engine.name, engine.streams, engine.kernels)
         self._rails = engine.rails
@@ -89,7 +91,7 @@ class HighThroughputLoad:
             self._sums.add_made(_DROPPED_IDS, lambda: (topk_ids == -1).sum(dtype=torch.int32))
         if capacity is not None:
             at = self._layout
-            needed = at.expert_offset + self._local_experts if is_flat else at.token_base + len(self._node_ranks)
+            needed = at.expert_offset + self._local_experts if is_flat else at.token_rows
             self._sums.add_made(_DROPPED_ROWS, lambda: (self._metas(plan)[0, needed] - capacity).clamp_(min=0))
 
     def combined(self, plan: torch.Tensor, row_bytes: int, extra_bytes: int, topk: int) -> None:
@@ -158,17 +160,11 @@ class HighThroughputLoad:
         return plan.as_strided((M, self._layout.send_chunk_end), (W, 1))
 
     def _tokens(self, metas: torch.Tensor) -> torch.Tensor:
-        """Returns the tokens ``[R, E_l]`` from each rank for each local expert.
-
-        An expert's rows are ordered by source. So the count of a source is where the next source's rows begin, minus
-        where its own rows begin.
-        """
+        """Returns the tokens ``[R, E_l]`` from each rank for each local expert."""
         at, local, G = self._layout, self._local_experts, len(self._node_ranks)
-        begins = metas[:, at.flat_base : at.flat_base + G * local].view(len(metas), G, local)
-        segments, local_ranks, ranks = (torch.tensor(each, device="cpu") for each in zip(*self._sources, strict=True))
-        ends = metas[0, at.expert_offset : at.expert_offset + local] + metas[0, at.expert_rows : at.expert_rows + local]
-        counts = torch.cat([begins[segments, local_ranks], ends.unsqueeze(0)]).diff(dim=0)
-        return counts.new_zeros(self._size, local).index_add_(0, ranks, counts)
+        rows = metas[:, at.origin_rows : at.send_chunk_end].view(len(metas), G, -1, local)
+        *where, ranks = (torch.tensor(each, device="cpu") for each in zip(*self._sources, strict=True))
+        return rows.new_zeros(self._size, local).index_add_(0, ranks, rows[tuple(where)])
 
     def _growing(self) -> torch.Tensor:
         """Returns what rails count since construction, also while nothing is recorded, int64 ``[2 + R]``: bytes sent,

@@ -41,12 +41,13 @@ bool local_id(const Run& run, const Output& out, const char* slot, int k, int so
   return true;
 }
 
-// Copies a slot to the FLAT row of each pair whose expert is on this rank. Rows past the capacity are dropped.
-bool receive_flat(const Run& run, const Output& out, const char* slot, int32_t* recv_rows, int source) {
+// Copies a slot to the FLAT row of each pair whose expert is on this rank. Rows past the capacity are dropped. `place`:
+// source * O + origin of the slot.
+bool receive_flat(const Run& run, const Output& out, const char* slot, int32_t* recv_rows, int source, int place) {
   const DispatchRecvArgs& args = out.args;
   const int64_t wb = args.header.weight_bytes;
   const int32_t* positions = reinterpret_cast<const int32_t*>(slot + out.lay.positions);
-  const int32_t* base = out.meta.flat_base + source * out.per_rank;
+  const int32_t* base = out.meta.flat_base + static_cast<int64_t>(place) * out.per_rank;
   for (int k = 0; k < args.routing.topk; ++k) {
     int32_t local = -1;
     if (!local_id(run, out, slot, k, source, &local)) return false;
@@ -101,9 +102,10 @@ bool receive_source(const Run& run, const Output& out, int source) {
     for (int64_t i = begin; i < end; ++i) {
       const char* slot = at<char>(comm.own_pool[kDispatchPool], (region_begin + i) * out.lay.bytes);
       int32_t* recv_rows = args.fresh ? at<int32_t>(args.routing.recv_rows) + (first + i) * args.routing.topk : nullptr;
+      const int place = source * comm.num_origins + origin_of(comm, out.meta, source, static_cast<int32_t>(i));
       const bool ok = args.routing.layout == kFlat
-                          ? receive_flat(run, out, slot, recv_rows, source)
-                          : receive_token_major(run, out, slot, recv_rows, out.meta.token_base[source] + i, source);
+                          ? receive_flat(run, out, slot, recv_rows, source, place)
+                          : receive_token_major(run, out, slot, recv_rows, out.meta.token_base[place] + i, source);
       if (!ok) return false;
     }
     if (args.fresh) out.meta.recv_chunk_end[source * kMaxChunks + c] = end;

@@ -24,13 +24,13 @@ void layout(const LayoutArgs& args) {
       if (counted[of] != t) ++counts[of];
       counted[of] = t;
     };
-    bool* in_rank = at<bool>(args.in_rank) + static_cast<int64_t>(t) * R;
-    std::memset(in_rank, 0, R);
+    bool* in_rank = args.in_rank == 0 ? nullptr : at<bool>(args.in_rank) + static_cast<int64_t>(t) * R;
+    if (in_rank != nullptr) std::memset(in_rank, 0, R);
     for (int k = 0; k < K; ++k) {
       const int64_t id = load_id(args, static_cast<int64_t>(t) * K + k);
       if (id < 0 || id >= E) continue;
       const int expert = static_cast<int>(id), rank = expert / per_rank;
-      in_rank[rank] = true;
+      if (in_rank != nullptr) in_rank[rank] = true;
       count(rank);
       if (N > 0) count(R + at<const int32_t>(args.rank_node)[rank]);
       count(R + N + expert);

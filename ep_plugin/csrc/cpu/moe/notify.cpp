@@ -18,6 +18,54 @@ using Counts = std::vector<int32_t>;
 
 int keys_of(const Comm& comm) { return comm.num_ranks + local_experts(comm); }
 
+// Writes the counts of each origin to a count row.
+void send_origins(const Run& run, const NotifyArgs& args, int peer, uint64_t* words) {
+  const Comm& comm = run.comm;
+  const int R = comm.num_ranks, per_rank = local_experts(comm);
+  for (int origin = 0; origin < comm.num_origins; ++origin) {
+    const int32_t* counts = at<const int32_t>(args.origins) + static_cast<int64_t>(origin) * (R + comm.num_experts);
+    signal(words++, tagged(run.epoch, counts[peer]));
+    for (int local = 0; local < per_rank; ++local)
+      signal(words++, tagged(run.epoch, counts[R + peer * per_rank + local]));
+  }
+}
+
+// Receives a source's counts of each origin. They must add up to `rows` and `pairs`, the source's counts for this rank.
+bool receive_origins(const Run& run, int source, const uint64_t* words, int32_t rows, const int32_t* pairs,
+                     const Meta& meta) {
+  const Comm& comm = run.comm;
+  const int per_rank = local_experts(comm), O = comm.num_origins;
+  int32_t* ends = meta.origin_end + static_cast<int64_t>(source) * O;
+  int32_t* of_origins = meta.origin_rows + static_cast<int64_t>(source) * O * per_rank;
+  std::vector<int64_t> sums(1 + per_rank);
+  for (int origin = 0; origin < O; ++origin)
+    for (int i = 0; i <= per_rank; ++i) {
+      uint32_t count;
+      if (!wait_tagged(run, words++, source, &count)) return false;
+      const int64_t most = i == 0 ? rows : pairs[i - 1];
+      sums[i] += count;
+      if (sums[i] > most) return fail(comm, kBadData, kNotify, source, i, most, sums[i]);
+      if (i == 0)
+        ends[origin] = static_cast<int32_t>(sums[0]);
+      else
+        of_origins[origin * per_rank + i - 1] = static_cast<int32_t>(count);
+    }
+  for (int i = 0; i <= per_rank; ++i) {
+    const int64_t whole = i == 0 ? rows : pairs[i - 1];
+    if (sums[i] != whole) return fail(comm, kBadData, kNotify, source, i, whole, sums[i]);
+  }
+  return true;
+}
+
+// Gives all counts of a source to its first origin.
+void set_one_origin(const Comm& comm, int source, int32_t rows, const int32_t* pairs, const Meta& meta) {
+  const int64_t per_rank = local_experts(comm), O = comm.num_origins;
+  int32_t* of_origins = meta.origin_rows + source * O * per_rank;
+  std::fill_n(meta.origin_end + source * O, O, rows);
+  std::fill_n(of_origins, O * per_rank, 0);
+  std::copy_n(pairs, per_rank, of_origins);
+}
+
 bool send_counts(const Run& run, const NotifyArgs& args) {
   const Comm& comm = run.comm;
   const int R = comm.num_ranks, per_rank = local_experts(comm), parity = static_cast<int>(run.epoch & 1);
@@ -34,6 +82,7 @@ bool send_counts(const Run& run, const NotifyArgs& args) {
     for (int i = 0; i < kHeaderWords; ++i) signal(words++, tagged(run.epoch, header[i]));
     for (int dest = 0; dest < R; ++dest) signal(words++, tagged(run.epoch, meta.rank_count[dest]));
     for (int local = 0; local < per_rank; ++local) signal(words++, tagged(run.epoch, pairs[local]));
+    if (has_origins(args)) send_origins(run, args, peer, words);
   }
   return true;
 }
@@ -67,6 +116,11 @@ bool receive_counts(const Run& run, const NotifyArgs& args, Counts* counts) {
     }
     if (!check_counts(run, source, theirs.num_tokens, values)) return false;
     meta.src_tokens[source] = static_cast<int32_t>(theirs.num_tokens);
+    const int32_t rows = values[comm.rank], *pairs = values + R;
+    if (!has_origins(args))
+      set_one_origin(comm, source, rows, pairs, meta);
+    else if (!receive_origins(run, source, words + kHeaderWords + keys, rows, pairs, meta))
+      return false;
   }
   return true;
 }
@@ -79,9 +133,10 @@ bool lay_out_ranks(const Run& run, const Meta& meta, const Counts& counts, int64
   int64_t most = 0;
   *max_sent = 0;
   *meta.max_rows = 0;
-  meta.recv_offset[0] = meta.token_base[0] = 0;
+  meta.recv_offset[0] = 0;
   for (int a = 0; a < R; ++a) {
-    meta.recv_offset[a + 1] = meta.token_base[a + 1] = meta.recv_offset[a] + count(a, me);
+    meta.recv_offset[a + 1] = meta.recv_offset[a] + count(a, me);
+    std::fill_n(meta.token_base + static_cast<int64_t>(a) * comm.num_origins, comm.num_origins, meta.recv_offset[a]);
     meta.send_base[a] = meta.combine_base[a] = 0;
     for (int before = 0; before < a; ++before) meta.send_base[a] += count(me, before);
     for (int before = 0; before < me; ++before) meta.combine_base[a] += count(a, before);
@@ -95,6 +150,7 @@ bool lay_out_ranks(const Run& run, const Meta& meta, const Counts& counts, int64
     *max_sent = std::max(*max_sent, sent);
     most = std::max({most, slots, sent});
   }
+  *meta.token_rows = meta.recv_offset[R];
   return most <= INT32_MAX || fail(comm, kTooSmall, kNotify, me, 0, INT32_MAX, most);
 }
 
@@ -106,7 +162,8 @@ bool lay_out_experts(const Run& run, const Meta& meta, const Counts& counts, int
   for (int local = 0; local < per_rank; ++local) {
     int64_t rows = 0;
     for (int source = 0; source < R; ++source) {
-      meta.flat_base[source * per_rank + local] = static_cast<int32_t>(offset + rows);
+      for (int64_t origin = 0; origin < comm.num_origins; ++origin)
+        meta.flat_base[(source * comm.num_origins + origin) * per_rank + local] = static_cast<int32_t>(offset + rows);
       rows += counts[source * keys + R + local];
     }
     meta.expert_offset[local] = static_cast<int32_t>(offset);

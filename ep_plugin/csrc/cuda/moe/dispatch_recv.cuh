@@ -82,7 +82,7 @@ class RowWriter {
   // One lane per pair lists its FLAT row. Rows past the capacity are dropped.
   __device__ int list_flat_rows(int source, int32_t position, const char* head, bool writes) const {
     const DispatchRecvArgs& args = out_.args;
-    const int32_t* base = out_.meta.flat_base + source * out_.per_rank;
+    const int32_t* base = out_.meta.flat_base + place_of(source, position) * out_.per_rank;
     const int K = args.routing.topk;
     int count = 0;
     for (int k = lane_id(); k - lane_id() < K; k += kWarp) {
@@ -109,7 +109,7 @@ class RowWriter {
   __device__ int list_token_row(int source, int32_t position, const char* head, bool writes) const {
     const DispatchRecvArgs& args = out_.args;
     const int K = args.routing.topk;
-    const int32_t row = sum_of(out_.meta.token_base[source], position);
+    const int32_t row = sum_of(out_.meta.token_base[place_of(source, position)], position);
     const bool kept = row >= 0 && row < args.capacity;
     for (int k = lane_id(); writes && k < K; k += kWarp) {
       const int32_t local = local_id(source, head, k);
@@ -123,6 +123,12 @@ class RowWriter {
     if (lane_id() == 0) dests_[0] = args.tokens + row * args.header.row_bytes;
     if (writes && args.header.scale_bytes != 0) copy_scales(head, row);
     return 1;
+  }
+
+  // source * O + origin of the row, which is number `position` of the rows of `source`.
+  __device__ int64_t place_of(int source, int32_t position) const {
+    const Comm& comm = out_.args.comm;
+    return static_cast<int64_t>(source) * comm.num_origins + origin_of(comm, out_.meta, source, position);
   }
 
   // The position comes from a peer or from a handle, so the sum may wrap. The caller checks it.

@@ -87,7 +87,8 @@ __global__ void __launch_bounds__(kThreads, 1) ep_layout(const __grid_constant__
     else
       count_tile<int32_t>(args, owned, begin, tokens);
     __syncthreads();
-    write_in_rank(args, owned, begin, tokens);  // each thread reads the words that it zeroes next
+    if (args.in_rank != 0)
+      write_in_rank(args, owned, begin, tokens);  // each thread reads the words that it zeroes next
   }
   const int64_t number = static_cast<int64_t>(threadIdx.x) * gridDim.x + blockIdx.x;
   if (threadIdx.x < kOwned && number < int64_t{args.num_ranks} + args.num_nodes + args.num_experts)

@@ -46,15 +46,35 @@ __device__ bool row_is_free(const Run& run, int peer) {
   return __all_sync(kAllLanes, ok) != 0;
 }
 
+// The words of a count row of this notify.
+__device__ int row_words(const NotifyArgs& args) {
+  return count_row_words(args.comm.num_ranks, args.comm.num_experts, has_origins(args) ? args.comm.num_origins : 1);
+}
+
+// Word `index` of the counts of the origins in a count row: the origin's rows if `local` is -1, else its pairs for that
+// local expert.
+struct OriginWord {
+  int origin, local;
+  __device__ OriginWord(const Comm& comm, int index)
+      : origin(index / (1 + local_experts(comm))), local(index % (1 + local_experts(comm)) - 1) {}
+};
+
 // One warp: writes this rank's count row to `peer`.
 __device__ void send_counts(const Run& run, const NotifyArgs& args, int peer) {
   const Comm& comm = run.comm;
   const uint32_t* header = reinterpret_cast<const uint32_t*>(&args.header);
   uint64_t* to = count_words(comm, peer, parity_of(run), comm.rank);
   const int R = comm.num_ranks, for_experts = kHeaderWords + R;
-  for (int i = lane_id(); i < count_row_words(R, comm.num_experts); i += kWarp) {
+  const int for_origins = for_experts + local_experts(comm), words = row_words(args);
+  for (int i = lane_id(); i < for_origins; i += kWarp) {
     const int count = i - kHeaderWords + (i < for_experts ? 0 : peer * local_experts(comm));
     peer::store(to + i, tagged(run.epoch, i < kHeaderWords ? header[i] : counts[count]));
+  }
+  for (int i = for_origins + lane_id(); i < words; i += kWarp) {
+    const OriginWord word(comm, i - for_origins);
+    const int64_t first = static_cast<int64_t>(word.origin) * (R + comm.num_experts);
+    const int count = word.local < 0 ? peer : R + peer * local_experts(comm) + word.local;
+    peer::store(to + i, tagged(run.epoch, at<const int32_t>(args.origins)[first + count]));
   }
 }
 
@@ -104,10 +124,11 @@ __device__ bool read_words(const Run& run, const uint64_t* row, int words, int f
 }
 
 // One warp: waits for a source's count row and checks that its operation is the same and that every count is within
-// [0, T of that source]. Stores the counts and T in shared memory.
+// [0, T of that source]. Stores the counts and T in shared memory, and the counts of the origins in the handle.
 __device__ bool receive_counts(const Run& run, const NotifyArgs& args, int source, Shared& shared) {
   const Comm& comm = run.comm;
-  const int R = comm.num_ranks, per_rank = local_experts(comm), words = count_row_words(R, comm.num_experts);
+  const Meta meta = meta_of(comm, args.routing);
+  const int R = comm.num_ranks, O = comm.num_origins, per_rank = local_experts(comm), words = row_words(args);
   const uint64_t* row = count_words(comm, comm.rank, parity_of(run), source);
   int64_t tokens = 0;
   for (int base = 0; base < words; base += kWordsAtOnce * kWarp) {
@@ -119,12 +140,20 @@ __device__ bool receive_counts(const Run& run, const NotifyArgs& args, int sourc
 #pragma unroll
     for (int j = 0; j < kWordsAtOnce; ++j) {
       const int i = base + j * kWarp + lane_id() - kHeaderWords;
-      if (i < 0 || i >= R + per_rank) continue;
+      if (i < 0 || i >= words - kHeaderWords) continue;
       if (values[j] < 0 || values[j] > tokens) ok = fail(comm, kBadData, kNotify, source, i, tokens, values[j]);
-      if (i < R)
+      if (i < R) {
         rank_counts(comm)[source * R + i] = values[j];
-      else
+      } else if (i < R + per_rank) {
         received(comm)[source * per_rank + i - R] = values[j];
+      } else {
+        const OriginWord word(comm, i - R - per_rank);
+        const int64_t place = static_cast<int64_t>(source) * O + word.origin;
+        if (word.local < 0)
+          meta.origin_end[place] = values[j];  // lay_out_ranks() makes it the end
+        else
+          meta.origin_rows[place * per_rank + word.local] = values[j];
+      }
     }
     if (!__all_sync(kAllLanes, ok)) return false;
   }
@@ -137,6 +166,32 @@ __device__ int64_t max_of_warp(int64_t value) {
   return value;
 }
 
+// One lane per source: computes where the origins of a source's `rows` slots end. They must add up.
+__device__ bool lay_out_origins(const NotifyArgs& args, const Meta& meta, int source, int64_t rows) {
+  const int O = args.comm.num_origins;
+  int32_t* ends = meta.origin_end + static_cast<int64_t>(source) * O;
+  int64_t end = has_origins(args) ? 0 : rows;
+  for (int origin = 0; origin < O; ++origin) {
+    if (has_origins(args)) end += ends[origin];
+    ends[origin] = static_cast<int32_t>(min(end, rows));
+  }
+  return end == rows || fail(args.comm, kBadData, kNotify, source, 0, rows, end);
+}
+
+// One lane per local expert: the pairs of a source's origins must add up to `pairs`.
+__device__ bool check_origins(const NotifyArgs& args, const Meta& meta, int source, int local, int32_t pairs) {
+  const int O = args.comm.num_origins, per_rank = local_experts(args.comm);
+  int32_t* rows = meta.origin_rows + static_cast<int64_t>(source) * O * per_rank + local;
+  int64_t sum = has_origins(args) ? 0 : pairs;
+  for (int origin = 0; origin < O; ++origin) {
+    if (has_origins(args))
+      sum += rows[origin * per_rank];
+    else
+      rows[origin * per_rank] = origin == 0 ? pairs : 0;
+  }
+  return sum == pairs || fail(args.comm, kBadData, kNotify, source, 1 + local, pairs, sum);
+}
+
 // One warp, whose lanes share the ranks: computes the order of the slots that this rank receives, and the bases of
 // partial rows.
 __device__ bool lay_out_ranks(const Run& run, const NotifyArgs& args, Shared& shared) {
@@ -144,8 +199,10 @@ __device__ bool lay_out_ranks(const Run& run, const NotifyArgs& args, Shared& sh
   const Meta meta = meta_of(comm, args.routing);
   const int R = comm.num_ranks, me = comm.rank;
   const int32_t* count = rank_counts(comm);
+  const int O = comm.num_origins;
   int64_t most_slots = 0, most_sent = 0;
   int32_t rows = 0;
+  bool ok = true;
   for (int a = lane_id(); a < R; a += kWarp) {
     int64_t send_base = 0, combine_base = 0, received = 0, slots = 0, sent = 0;
     for (int b = 0; b < R; ++b) {
@@ -161,9 +218,14 @@ __device__ bool lay_out_ranks(const Run& run, const NotifyArgs& args, Shared& sh
     most_sent = max(most_sent, sent);
     meta.send_base[a] = static_cast<int32_t>(send_base);
     meta.combine_base[a] = static_cast<int32_t>(combine_base);
-    meta.recv_offset[a + 1] = meta.token_base[a + 1] = static_cast<int32_t>(received);
+    meta.recv_offset[a + 1] = static_cast<int32_t>(received);
+    for (int origin = 0; origin < O; ++origin)
+      meta.token_base[a * O + origin] = static_cast<int32_t>(received - count[a * R + me]);
+    if (a == R - 1) *meta.token_rows = static_cast<int32_t>(received);
     meta.src_tokens[a] = shared.num_tokens[a];
+    ok = lay_out_origins(args, meta, a, count[a * R + me]) && ok;
   }
+  if (!__all_sync(kAllLanes, ok)) return false;
   const int64_t max_sent = max_of_warp(most_sent), most = max(max_of_warp(most_slots), max_sent);
   const int64_t max_rows = max_of_warp(rows);
   if (most > INT32_MAX) {
@@ -171,7 +233,7 @@ __device__ bool lay_out_ranks(const Run& run, const NotifyArgs& args, Shared& sh
     return false;
   }
   if (lane_id() == 0) {
-    meta.recv_offset[0] = meta.token_base[0] = 0;
+    meta.recv_offset[0] = 0;
     *meta.max_rows = static_cast<int32_t>(max_rows);
     shared.max_sent = max_sent;
   }
@@ -183,7 +245,7 @@ __device__ bool lay_out_ranks(const Run& run, const NotifyArgs& args, Shared& sh
 __device__ bool lay_out_experts(const Run& run, const NotifyArgs& args) {
   const Comm& comm = run.comm;
   const Meta meta = meta_of(comm, args.routing);
-  const int R = comm.num_ranks;
+  const int R = comm.num_ranks, O = comm.num_origins;
   const int per_rank = local_experts(comm), of_lane = static_cast<int>(ceil_div(per_rank, kWarp));
   const int begin = min(lane_id() * of_lane, per_rank), end = min(begin + of_lane, per_rank);
   const uint32_t alignment = args.routing.layout == kFlat ? static_cast<uint32_t>(args.routing.alignment) : 1;
@@ -192,11 +254,17 @@ __device__ bool lay_out_experts(const Run& run, const NotifyArgs& args) {
     return static_cast<int64_t>((static_cast<uint32_t>(rows) + alignment - 1) / alignment) * alignment;
   };
   int64_t through = 0;
+  bool ok = true;
   for (int local = begin; local < end; ++local) {
     int64_t rows = 0;
-    for (int source = 0; source < R; ++source) rows += from[source * per_rank + local];
+    for (int source = 0; source < R; ++source) {
+      const int32_t pairs = from[source * per_rank + local];
+      ok = check_origins(args, meta, source, local, pairs) && ok;
+      rows += pairs;
+    }
     through += aligned(rows);
   }
+  if (!__all_sync(kAllLanes, ok)) return false;
   int64_t start = -through;
   for (int step = 1; step < kWarp; step *= 2) {
     const int64_t below = __shfl_up_sync(kAllLanes, through, step);
@@ -206,7 +274,8 @@ __device__ bool lay_out_experts(const Run& run, const NotifyArgs& args) {
   for (int local = begin; local < end; ++local) {
     int64_t rows = 0;
     for (int source = 0; source < R; ++source) {
-      meta.flat_base[source * per_rank + local] = static_cast<int32_t>(start + rows);
+      for (int origin = 0; origin < O; ++origin)
+        meta.flat_base[(source * O + origin) * per_rank + local] = static_cast<int32_t>(start + rows);
       rows += from[source * per_rank + local];
     }
     meta.expert_offset[local] = static_cast<int32_t>(start);
