@@ -39,7 +39,7 @@ _NOTES = """\
   flat, a row per rank: (R - G) q(E / R) and (G - 1) q(E / R); flat, K copies: K (R - G) / R and K (G - 1) / R.
 - counted: the rows of rank 0 in one random routing of that kind, in the legs that ep_plugin sends.
 - links: what dispatch sends to the other ranks of the node, and combine receives from them.
-- time: the least that the rates allow; rail and links work at once, but for forwarding the rail's last leg."""
+- time: the least that the rates allow; rail and links work at once, but for forwarding the rail's last chunk."""
 
 
 @dataclass(frozen=True, kw_only=True)

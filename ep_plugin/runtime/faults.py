@@ -73,6 +73,11 @@ def _fault_error(
         return ValueError(
             f"handle: expected its tensors as dispatch wrote them, got other contents at step {step} (detail {field})"
         )
+    if code == FaultCode.BAD_COUNTS:
+        return EpPluginError(
+            f"{engine.name}: step {step}: tokens of other nodes have {seen} rows or pairs where their ranks counted "
+            f"{expected} (detail {field}): a token names an expert twice, or a rank sent other counts than ids"
+        )
     if code == FaultCode.MASKED:
         return aborted_error(engine, peer, f"it has masked rank {engine.rank}, for which it had waited in vain")
     if code != FaultCode.BAD_DATA:

@@ -185,12 +185,16 @@ class GroupRail:
             ]
             return list(dist.batch_isend_irecv(operations))
         # A class of Python has no backends below it, and batch_isend_irecv of PyTorch 2.15 asks for one.
-        return [
-            dist.isend(tensor, group=group, tag=tag, group_dst=ranks[node])
-            if sent
-            else dist.irecv(tensor, group=group, tag=tag, group_src=ranks[node])
-            for node, tensor, sent, tag in messages
-        ]
+        works = []
+        for node, tensor, sent, tag in messages:
+            try:
+                if sent:
+                    works.append(dist.isend(tensor, group=group, tag=tag, group_dst=ranks[node]))
+                else:
+                    works.append(dist.irecv(tensor, group=group, tag=tag, group_src=ranks[node]))
+            except RuntimeError as error:
+                raise NotBegun(node, error) from error
+        return works
 
     def gather(self, everyones: torch.Tensor, part: torch.Tensor) -> Any:
         raise NotImplementedError("a group's messages are sent and received")

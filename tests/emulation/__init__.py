@@ -28,6 +28,7 @@ LOW_LATENCY_SMS = 2
 KERNELS = [
     "table",
     "plan",
+    "positions",
     "notify",
     "dispatch_send",
     "dispatch_recv",

@@ -27,6 +27,7 @@ PYBIND11_MODULE(_simt, m) {
   const ep::KernelTable& table = ep::cuda_kernels();
   m.attr("table") = reinterpret_cast<uint64_t>(&table);
   bind(m, "plan", table.plan);
+  bind(m, "positions", table.positions);
   bind(m, "notify", table.notify);
   bind(m, "dispatch_send", table.dispatch_send);
   bind(m, "dispatch_recv", table.dispatch_recv);

@@ -23,6 +23,7 @@ from ep_plugin.moe.autograd import weight_grad
 from tests import emulation as simt
 from tests.collectives.collective_cases import BF16, FP16, FP32, gathered_by_gloo, poisoned, reduced, same_bits, shard
 from tests.faults import handle_cases
+from tests.faults import test_across_nodes as faults_over_nodes
 from tests.gpu import checks, early, features, gradients, load_cases, small_operations
 from tests.gpu import test_faults as faults
 from tests.gpu_stand_in import serve_with
@@ -86,6 +87,14 @@ def _over_nodes(rank: int, size: int) -> None:
 @pytest.mark.parametrize(("size", "per_node"), [(4, 2), (3, 1), (6, 2)])
 def test_over_nodes(size: int, per_node: int) -> None:
     _on_ranks(size, _over_nodes, EP_PLUGIN_RANKS_PER_NODE=str(per_node))
+
+
+@pytest.mark.deadline
+@pytest.mark.parametrize("name", ["large ids", "one expert twice"])
+def test_counts_that_are_not_those_of_the_ids(name: str) -> None:
+    env = SIMT | faults_over_nodes.TWO_NODES
+    said = values(run_ranks(4, faults_over_nodes._sends_named_garbage, name, timeout_s=120, env=env))
+    assert all(said) and faults_over_nodes.GARBAGE[name][2] in said[0], said
 
 
 @pytest.mark.slow

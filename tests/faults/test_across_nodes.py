@@ -98,14 +98,12 @@ def _crossings(chunks: int) -> dict[str, tuple[str, int]]:
     """When the victim dies: in which call of Nodes, counted from the start of a round trip in `chunks`."""
     return {
         "before the counts cross": ("exchange_counts", 1),
-        "between counts and ids": ("start_legs", 1),
-        "while ids cross": ("finish", 2),
         "before rows cross": ("start_chunk", 1),
-        "while rows cross": ("finish", 2 + 1 + chunks // 3),
+        "while rows cross": ("finish", 1 + 1 + chunks // 3),
         "before combine": ("agree", 1),
         "before sums return": ("start_chunk", chunks + 1),
         "while sums return": ("start_chunk", chunks + 1 + chunks // 2),
-        "before sums land": ("finish", 3 + chunks + 1),
+        "before sums land": ("finish", 2 + chunks + 1),
     }
 
 
@@ -148,7 +146,7 @@ def _assert_all_name(size: int, victim: int, outcomes: list[Any]) -> None:
 
 MOMENTS = [*_crossings(0), *GATES]
 KILLED = [(2, 2, 3, when) for when in MOMENTS]  # nodes, ranks of each, the victim, when
-KILLED += [(3, 1, 1, when) for when in ("between counts and ids", "notify", "before sums land")]
+KILLED += [(3, 1, 1, when) for when in ("before rows cross", "notify", "before sums land")]
 if LONG:
     KILLED += [
         (*shape, shape[0] * shape[1] - 1, when) for shape in ((2, 1), (2, 4), (3, 2), (4, 2)) for when in MOMENTS
@@ -320,28 +318,36 @@ def test_ranks_that_disagree_on_the_chunks_of_a_rail() -> None:
 
 
 _TOKENS_WORD, _FIRST_COUNT = _C.header_fields.index("num_tokens"), len(_C.header_fields)
-# What rank 2 sends in place of its counts (int64), or of its expert ids (int32): how it changes them, and
+# What rank 2 sends in place of its counts (int64), or of the expert ids of a chunk (int32): how it changes them, and
 # what ranks say.
-GARBAGE: dict[str, tuple[int, Callable[[torch.Tensor], Any], str]] = {
-    "negative count": (1, lambda words: words[_FIRST_COUNT].fill_(-1), "rank 2 sent -1 rows of"),
-    "large count": (1, lambda words: words[_FIRST_COUNT].fill_(2**40), f"rank 2 sent {2**40} rows of"),
-    "one row fewer": (1, lambda words: words[_FIRST_COUNT].sub_(1), " waited "),
-    "negative tokens": (1, lambda words: words[_TOKENS_WORD].fill_(-5), "rank 2 sent -5 as its number of tokens"),
-    "many tokens": (1, lambda words: words[_TOKENS_WORD].fill_(41), "rank 2 sent 41 as its number of tokens"),
-    "header": (1, lambda words: words[:_FIRST_COUNT].fill_(2**62 + 7), "ranks disagree on one call"),
-    "large ids": (2, lambda ids: ids.fill_(2**31 - 1), "topk_ids: expected -1 or an expert id below"),
-    "negative ids": (2, lambda ids: ids.fill_(-(2**31)), ""),
-    "ids of other nodes": (2, lambda ids: ids.fill_(7), ""),
+GARBAGE: dict[str, tuple[str, Callable[[torch.Tensor], Any], str]] = {
+    "negative count": ("counts", lambda words: words[_FIRST_COUNT].fill_(-1), "rank 2 sent -1 rows of"),
+    "large count": ("counts", lambda words: words[_FIRST_COUNT].fill_(2**40), f"rank 2 sent {2**40} rows of"),
+    "one row fewer": ("counts", lambda words: words[_FIRST_COUNT].sub_(1), " waited "),
+    "negative tokens": (
+        "counts",
+        lambda words: words[_TOKENS_WORD].fill_(-5),
+        "rank 2 sent -5 as its number of tokens",
+    ),
+    "many tokens": ("counts", lambda words: words[_TOKENS_WORD].fill_(41), "rank 2 sent 41 as its number of tokens"),
+    "header": ("counts", lambda words: words[:_FIRST_COUNT].fill_(2**62 + 7), "ranks disagree on one call"),
+    "large ids": ("ids", lambda ids: ids.fill_(2**31 - 1), "topk_ids: expected -1 or an expert id below"),
+    "negative ids": ("ids", lambda ids: ids.fill_(-(2**31)), "have 0 rows or pairs where their ranks counted"),
+    "one expert twice": (
+        "ids",
+        lambda ids: ids.copy_(ids[:, :1].expand_as(ids)),
+        "rows or pairs where their ranks counted",
+    ),
 }
 
 
-def _sends_garbage(rank: int, size: int, call: int, change: Callable[[torch.Tensor], Any]) -> str:
-    """What this rank says when rank 2 changes the call of this number, 1 for the next."""
+def _sends_garbage(rank: int, size: int, what: str, change: Callable[[torch.Tensor], Any]) -> str:
+    """What this rank says when rank 2 changes its "counts" or "ids"."""
     comm = open_with_deadline(size, DEADLINE_S, max_tokens_per_rank=40)
     _dispatch(comm, count=40)
     dist.barrier()
     if rank == 2:
-        _garbles(_nodes_of(comm), call, change)
+        (_garbles_counts if what == "counts" else _garbles_ids)(_nodes_of(comm), change)
     began, said = time.monotonic(), ""
     try:
         for _ in range(2):
@@ -354,19 +360,32 @@ def _sends_garbage(rank: int, size: int, call: int, change: Callable[[torch.Tens
     return said
 
 
-def _garbles(nodes: Nodes, call: int, change: Callable[[torch.Tensor], Any]) -> None:
-    """Changes what the call of this number sends over the rail, 1 for the next."""
-    start: Any = nodes._start
-    calls = itertools.count(1)
+def _garbles_counts(nodes: Nodes, change: Callable[[torch.Tensor], Any]) -> None:
+    """Changes the counts that the next dispatch sends over the rail."""
+    start, calls = nodes._start, itertools.count(1)
 
     def garbled(sends: Any, receives: Any, what: str) -> Any:
-        if next(calls) == call:
+        if next(calls) == 1:
             sends = [(node, tensor.clone()) for node, tensor in sends]
             for _, tensor in sends:
-                change(tensor.view(torch.int64 if call == 1 else torch.int32))
+                change(tensor.view(torch.int64))
         return start(sends, receives, what)
 
     nodes._start = garbled  # type: ignore[method-assign]
+
+
+def _garbles_ids(nodes: Nodes, change: Callable[[torch.Tensor], Any]) -> None:
+    """Changes the expert ids that travel beside the rows of the next chunk."""
+    start, calls = nodes.start_chunk, itertools.count(1)
+
+    def garbled(chunk: int, pairs: Any, back: bool = False) -> Any:
+        if next(calls) == 1:
+            pairs = [(*others, (ids.clone(), landed)) for *others, (ids, landed) in pairs]
+            for *_, (ids, _) in pairs:
+                change(ids)
+        return start(chunk, pairs, back)
+
+    nodes.start_chunk = garbled  # type: ignore[method-assign]
 
 
 def _sends_named_garbage(rank: int, name: str) -> str:
@@ -383,13 +402,12 @@ def test_garbage_from_a_peer_on_the_rail_is_an_error(name: str) -> None:
 # In the words of a chunk, behind the counts of all chunks: rows for each rank of the node, then pairs for each expert.
 @pytest.mark.parametrize("word", [0, 1, 2, 5])
 @pytest.mark.parametrize("by", [1, -1])
-def test_parts_that_do_not_add_up_are_an_error(word: int, by: int) -> None:
-    """With more than two nodes, the tokens of a chunk come from several. Two ranks of a node compare their parts."""
+def test_counts_that_are_not_those_of_the_ids_are_an_error(word: int, by: int) -> None:
+    """The rank that forwards the tokens finds it when they have come."""
     change = functools.partial(_add, _FIRST_COUNT + DEFAULT_CHUNKS + word, by)
-    said = values(run_ranks(6, _sends_garbage, 6, 1, change, env=TWO_NODES))
-    assert all("step notify: rank" in each and "sent an index outside what was agreed" in each for each in said[:1]), (
-        said
-    )
+    said = values(run_ranks(6, _sends_garbage, 6, "counts", change, env=TWO_NODES))
+    found = "rows or pairs where their ranks counted", "sent an index outside what was agreed"  # more rows than tokens
+    assert any(text in each for each in said for text in found), said
     assert all(said), said
 
 

@@ -281,7 +281,7 @@ def _accesses(name: str, a: Any, layout: Any) -> Iterator[tuple[int, int, bool]]
 def _accesses_of_segment(name: str, a: Any, layout: Any) -> Iterator[tuple[int, int, bool]]:
     r = a.routing
     T, K, G = r.num_tokens, r.topk, a.comm.num_ranks
-    plans, fresh = name in ("plan", "notify"), name == "dispatch_recv" and bool(a.fresh)
+    plans, fresh = name in ("plan", "positions", "notify"), name == "dispatch_recv" and bool(a.fresh)
     yield r.topk_ids, 4 * T * K, name == "plan"
     yield r.send_pos, 4 * T * G, plans
     yield r.pair_pos, 4 * T * K, plans
@@ -295,10 +295,10 @@ def _accesses_of_segment(name: str, a: Any, layout: Any) -> Iterator[tuple[int, 
         yield r.recv_rows, 4 * r.slots * K, fresh
     if plans:
         yield a.block_counts, 4, True
-        if name == "plan":
+        if name != "notify":
             yield a.ids, T * K * a.id_bytes, False
         elif a.origins:
-            yield a.origins, 4 * a.comm.num_origins * (G + a.comm.num_experts), False
+            yield a.origins, 4 * a.comm.num_origins * (1 + G + a.comm.num_experts), False
         return
     row, scale, weight = a.header.row_bytes, a.header.scale_bytes, a.header.weight_bytes
     if name == "dispatch_send":

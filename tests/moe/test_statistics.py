@@ -109,15 +109,18 @@ def _over_nodes(rank: int) -> list[tuple[Any, ...]]:
     return found
 
 
-def test_two_nodes() -> None:
+@pytest.mark.parametrize("per_node", [1, 2])
+def test_over_nodes(per_node: int) -> None:
     """The ranks of a node, and those of a rail, have received as many bytes as they have sent each other."""
-    ranks = values(run_ranks(4, _over_nodes, env=NODES_OF_2))
+    ranks = values(run_ranks(4, _over_nodes, env={"EP_PLUGIN_RANKS_PER_NODE": str(per_node)}))
     for case in zip(*ranks, strict=True):
         links_sent, links_received, rails_sent, rails_received = zip(*case, strict=True)
-        for node in ((0, 1), (2, 3)):
-            assert sum(links_sent[r] for r in node) == sum(links_received[r] for r in node)
-        assert rails_received == tuple(rails_sent[(rank + 2) % 4] for rank in range(4))
-    assert all(rank[0][0] > 0 for rank in ranks)
+        for first in range(0, 4, per_node):
+            node = slice(first, first + per_node)
+            assert sum(links_sent[node]) == sum(links_received[node])
+        for index in range(per_node):
+            assert sum(rails_sent[index::per_node]) == sum(rails_received[index::per_node])
+    assert all((rank[0][0] > 0) == (per_node > 1) for rank in ranks)
 
 
 def _capacity(rank: int, size: int) -> None:

@@ -48,7 +48,7 @@ def _round_trips(rank: int, size: int, layout: DispatchLayout, quantize: str | N
             fresh = *given, inputs.weights[rank], None, fixed, quantize, [], comm.number
             result = _run(comm, log, comm.new_dispatch(*fresh), host_waits=fixed is None)
             _check_dispatch(log, chunks, host_waits=fixed is None)
-            _check_ids(log)
+            _check_routing(log)
             handle, weights = list(result[8:]), result[2]
             cached = *given, None, None, fixed, None, handle, comm.number
             rows = _run(comm, log, comm.new_dispatch(*cached))[0]
@@ -71,15 +71,14 @@ def _check_dispatch(log: Log, chunks: int, host_waits: bool) -> None:
     assert len(log.order("host waits")) == (1 if host_waits else 0)
 
 
-def _check_ids(log: Log) -> None:
-    """Expert ids start before rows, and the first segment, which needs none, is planned before they are waited for."""
-    (started,), (waited,), plans = (
-        log.order("start", "expert ids"),
-        log.order("wait", "expert ids"),
-        log.order("kernel", "plan"),
-    )
-    assert started < log.order("start", "rows")[0]
-    assert log.order("start", "rows")[-1] < plans[0] < waited < plans[1]
+def _check_routing(log: Log) -> None:
+    """All segments are notified before rows cross. Tokens of other nodes are planned when they have come."""
+    (counts,), plans = log.order("wait", "counts"), log.order("kernel", "plan")
+    notified, started, waited = log.order("kernel", "notify"), log.order("start", "rows"), log.order("wait", "rows")
+    assert counts < plans[0] < notified[0] and notified[-1] < started[0]
+    for wait, plan, positions in zip(waited, plans[1:], log.order("kernel", "positions"), strict=True):
+        assert wait < plan < positions
+    assert len(notified) == len(plans) == len(waited) + 1
 
 
 def _check_combine(log: Log, chunks: int) -> None:
@@ -138,6 +137,11 @@ def _captures(rank: int, size: int) -> None:
         log, streams = as_on_gpus(comm), comm.engine.streams
         arguments = inputs.x[rank], inputs.ids[rank], None, None, size * TOKENS * 4, None, [], comm.number
         rail = comm.engine.rails._rail
+        streams.captured = 7
+        with pytest.raises(CaptureRefused, match="run one step of this shape before capturing"):
+            _run(comm, log, comm.new_dispatch(*arguments))
+        assert not log.events, "a capture that finds no pool goes on without the dispatch"
+        streams.captured = 0
         _run(comm, log, comm.new_dispatch(*arguments))
         assert not rail.held
         streams.captured, rail.follow = 7, lambda work: SimpleNamespace(wait=lambda: None)  # in place of an event

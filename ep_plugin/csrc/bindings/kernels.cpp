@@ -51,7 +51,8 @@ void bind_constants(py::module_& m) {
              {"BAD_DATA", kBadData},
              {"TOO_SMALL", kTooSmall},
              {"BAD_HANDLE", kBadHandle},
-             {"MASKED", kMasked}});
+             {"MASKED", kMasked},
+             {"BAD_COUNTS", kBadCounts}});
   bind_enum(m, "Total",
             {{"SLOTS", kTotalSlots}, {"ROWS", kTotalRows}, {"MAX_ROWS", kTotalMaxRows}, {"MAX_SENT", kTotalMaxSent}});
   bind_enum(m, "Element",
@@ -93,7 +94,7 @@ void bind_structs(py::module_& m) {
 }
 
 void bind_dispatch_args(py::module_& m) {
-  EP_STRUCT(m, PlanArgs, comm, routing, ids, block_counts, id_bytes, stream);
+  EP_STRUCT(m, PlanArgs, comm, routing, ids, block_counts, id_bytes, counted, stream);
   EP_STRUCT(m, NotifyArgs, comm, routing, header, block_counts, origins, ticket, segment, stream);
   EP_STRUCT(m, DispatchSendArgs, comm, routing, header, x, x_stride, scales, scale_stride, weights, num_sms, optimistic,
             quantize, element, stream);
@@ -150,6 +151,7 @@ void bind_table(py::module_& m, const char* name, const KernelTable& table) {
   py::module_ sub = m.def_submodule(name);
   sub.attr("table") = reinterpret_cast<Address>(&table);
   bind_kernel(sub, "plan", table.plan);
+  bind_kernel(sub, "positions", table.positions);
   bind_kernel(sub, "notify", table.notify);
   bind_kernel(sub, "dispatch_send", table.dispatch_send);
   bind_kernel(sub, "dispatch_recv", table.dispatch_recv);

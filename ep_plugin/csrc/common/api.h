@@ -51,28 +51,29 @@ struct Routing {
 };
 
 // Computes where each token goes: writes Routing's topk_ids, send_pos and pair_pos, and meta's rank_count, expert_count
-// and send_chunk_end. On CUDA plan writes topk_ids and the counts of each block of tokens, and notify writes the rest.
-// An id outside [-1, E) is recorded as kBadIds (field: the token) and counts as dropped.
+// and send_chunk_end. On CUDA plan writes topk_ids and the counts of each block of tokens, and notify writes the rest;
+// if notify ran before, with counts of origins, `positions` writes send_pos, pair_pos and send_chunk_end. An id outside
+// [-1, E) is recorded as kBadIds (field: the token) and counts as dropped.
 struct PlanArgs {
   Comm comm;
   Routing routing;
   Address ids;           // [T,K] as the caller gave them
   Address block_counts;  // CUDA: int32 [plan_blocks(T), plan_block_words(R, E)]
   int32_t id_bytes;      // 4 or 8
-  int32_t reserved;
+  int32_t counted;       // 1: notify has run before, with counts of origins
   Address stream;
 };
 
 // Exchanges counts with all ranks. Writes the rest of meta except recv_chunk_end and, with a ticket, the Board's
-// totals. Tokens of several origins must come with the counts of each origin; a part that does not add up to the counts
-// of plan is recorded as kBadData by the ranks that receive it. On CUDA, a send that follows it starts before it ends,
-// see State::positions_ready and State::counts_ready.
+// totals. With the counts of origins it needs no plan: their sums are this rank's counts, and the sum of their tokens
+// is its T. Else, on CUDA, a send that follows it starts before it ends, see State::positions_ready and
+// State::counts_ready.
 struct NotifyArgs {
   Comm comm;
   Routing routing;
   Header header;
   Address block_counts;  // CUDA: as plan left them
-  Address origins;       // int32 [num_origins, R + E]: tokens for each rank, pairs for each expert; 0: one origin
+  Address origins;       // int32 [num_origins, 1 + R + E]: tokens, those for each rank, pairs for each expert; or 0
   uint64_t ticket;       // 0: the host does not wait for the totals
   int32_t segment;       // the place of the totals on the board; 0 on one node
   int32_t reserved;
@@ -273,6 +274,7 @@ struct LlCombineArgs;
 
 struct KernelTable {
   void (*plan)(const PlanArgs&);
+  void (*positions)(const PlanArgs&);  // on the CPU nothing is left to do
   void (*notify)(const NotifyArgs&);
   void (*dispatch_send)(const DispatchSendArgs&);
   void (*dispatch_recv)(const DispatchRecvArgs&);

@@ -199,7 +199,8 @@ enum FaultCode : int32_t {
   kBadData = 5,
   kTooSmall = 6,
   kBadHandle = 7,
-  kMasked = 8  // low latency: a peer has masked this rank
+  kMasked = 8,  // low latency: a peer has masked this rank
+  kBadCounts = 9
 };
 
 struct Fault {

@@ -4,10 +4,10 @@ Each token crosses once to every node that needs it, over the rail to the rank w
 dispatched inside the node, in the segment of its chunk. The node's own tokens are a segment, too. All segments write
 into one output.
 
-1. Ranks of a rail exchange how many rows they have for each other, for each rank and for each expert. Then the rows'
-   expert ids cross, and the rows behind them, chunk by chunk.
-2. While rows cross, every segment runs plan and notify, and gets its places in the output. Own tokens wait for no ids.
-3. Own tokens are dispatched while rows cross. The tokens of a chunk are dispatched when all its legs have arrived.
+1. Ranks of a rail exchange how many rows they have for each other, for each rank and for each expert. From these counts
+   each segment is notified, and gets its places in the output. The host waits once, for all counts and totals.
+2. Rows cross chunk by chunk, with their expert ids. Own tokens are dispatched while they cross.
+3. When all legs of a chunk have arrived, its tokens are planned and dispatched.
 
 With a capacity, all legs have one size and the host waits for nothing. Tokens without experts pad a leg to that size.
 
@@ -19,7 +19,7 @@ Shapes: T tokens, H hidden size, K experts per token, L legs, C chunks, M = C + 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -32,22 +32,25 @@ from ep_plugin.moe.across_nodes.routing import NodesRouting, routing_of
 from ep_plugin.moe.arguments import MOST_ROWS, address, bulk_ready, check_dispatch
 from ep_plugin.moe.high_throughput.dispatch import empty_rows
 from ep_plugin.moe.high_throughput.engine import DISPATCH_POOL
-from ep_plugin.moe.high_throughput.kernels import dispatch_send_args, plan_and_notify
+from ep_plugin.moe.high_throughput.kernels import dispatch_send_args, plan_args
 from ep_plugin.moe.in_flight import Operation, Tensors
 from ep_plugin.moe.layout import DispatchCall, DispatchHandle, DispatchResult
 from ep_plugin.moe.statistics import current_layer
-from ep_plugin.transport.rails import UnderWay
 
 _DISPATCH, _CACHED = int(_C.Op.DISPATCH), int(_C.Op.CACHED_DISPATCH)
 _SLOTS, _ROWS, _MAX_ROWS, _MAX_SENT = _C.Total.SLOTS, _C.Total.ROWS, _C.Total.MAX_ROWS, _C.Total.MAX_SENT
 
 
 class Payload(NamedTuple):
-    """Rows ``[T, H]``, and the scales ``[T, S]`` and weights ``[T, K]`` that travel beside them, or None."""
+    """Rows ``[T, H]``, and what travels beside them or None: scales ``[T, S]``, weights and int32 ids ``[T, K]``.
+
+    Ids travel only where a routing is made.
+    """
 
     rows: torch.Tensor
     scales: torch.Tensor | None
     weights: torch.Tensor | None
+    ids: torch.Tensor | None = None
 
     def like(self, num_rows: int) -> Payload:
         """Allocates a payload of `num_rows` rows with the same fields."""
@@ -59,17 +62,6 @@ class Payload(NamedTuple):
     def _each(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Payload:
         beside = (None if one is None else function(one) for one in self[1:])
         return Payload(function(self.rows), *beside)
-
-
-class Ids(NamedTuple):
-    """Expert ids that are crossing, int32 ``[rows, K]``.
-
-    packed: the ids of all rows that this rank sends. landed[i]: the ids of the rows that the legs of chunk i bring.
-    """
-
-    packed: torch.Tensor
-    landed: Sequence[torch.Tensor]
-    crossing: UnderWay
 
 
 class DispatchAcrossNodes(Operation):
@@ -89,6 +81,7 @@ class DispatchAcrossNodes(Operation):
         self._call = DispatchCall(self.rows, topk_ids, weights, scales, known, capacity, quantize)
         self._layer = current_layer()
         self._totals: torch.Tensor | None = None
+        self._begun: torch.Tensor | None = None
         self._result: DispatchResult | None = None
 
     def check(self) -> None:
@@ -101,22 +94,24 @@ class DispatchAcrossNodes(Operation):
         call, fresh = self._call, self._routing is None
         self._payload = self._make_payload()
         headers = self._headers()
-        routing = self._routing
-        if routing is None:
-            routing = self._routing = self._route(headers(_DISPATCH, len(call.x)))
-        else:
-            self._nodes.agree(headers(_CACHED, len(call.x)), routing.sent, routing.received)
-        ids = self._start_ids(routing) if fresh else None
-        self._cross(routing)
-        if ids is not None:
-            totals = self._plan_segments(routing, headers, ids)
-        else:
-            assert call.previous is not None
+        if call.previous is not None:
             totals = call.previous.totals
+            self._reserve(totals)  # before anything is enqueued, since it may refuse a capture
+            self._enter()
+            assert self._routing is not None
+            self._nodes.agree(headers(_CACHED, len(call.x)), self._routing.sent, self._routing.received)
+        elif call.capacity is not None:
+            self._reserve([call.capacity])
+            self._enter()
+            totals = self._route(headers)
+        else:
+            self._enter()
+            totals = self._route(headers)
+            self._reserve(totals)
+        routing = self._routing
+        assert routing is not None
+        self._cross(routing)
         self._headers_of = [headers(_CACHED, tokens) for tokens in routing.tokens]
-        G = self._engine.node_size
-        rows = None if len(totals) == 1 else G * totals[_MAX_ROWS]
-        self._nodes.reserve(DISPATCH_POOL, self._slot_bytes, G, rows)
         self._allocate(totals, fresh)
         self._nodes.enter()
         self._send_segment(0, self._payload)
@@ -130,7 +125,10 @@ class DispatchAcrossNodes(Operation):
         for number, (crossing, tokens) in enumerate(zip(self._crossing, routing.tokens[1:], strict=True), start=1):
             with streams.on_own():
                 self._nodes.finish(crossing)
-            self._send_segment(number, self._landed.part(begin, begin + tokens))
+            landed = self._landed.part(begin, begin + tokens)
+            if landed.ids is not None:
+                self._plan_landed(routing, number, landed.ids)
+            self._send_segment(number, landed)
             self._receive_segment(number)
             begin += tokens
         streams.join()
@@ -147,37 +145,42 @@ class DispatchAcrossNodes(Operation):
         call, routing = self._call, self._routing
         assert routing is not None
         given = call.x, call.topk_ids, call.weights, call.scales, *self._payload, *self._packed
-        return *given, routing.topk_ids, routing.plan, routing.recv_rows, *self._landed, *(self._result or ())
+        made = routing.topk_ids, routing.plan, routing.recv_rows, self._begun
+        return *given, *made, *self._landed, *(self._result or ())
 
     # -- what start does -----------------------------------------------------------------------------------------
 
     def _make_payload(self) -> Payload:
-        """Returns the rows as they travel: quantised once, for all destinations."""
-        engine, call = self._engine, self._call
+        """Returns the rows as they travel. `_enter` fills those that are quantised."""
+        call = self._call
         if call.quantize is None:
-            self._nodes.enter()
             return Payload(call.x, call.scales, call.weights)
         T, H = call.x.shape
         rows = call.x.new_empty((T, H), dtype=QUANTIZED[call.quantize])
-        scales = call.x.new_empty((T, num_scales(H)), dtype=torch.float32)
+        return Payload(rows, call.x.new_empty((T, num_scales(H)), dtype=torch.float32), call.weights)
+
+    def _enter(self) -> None:
+        """Enters the own stream, and quantises rows there once, for all destinations."""
+        engine, x, scales = self._engine, self._call.x, self._payload.scales
         self._nodes.enter()
+        if self._call.quantize is None:
+            return
         args = _C.QuantizeArgs(
-            x=call.x.data_ptr(),
-            x_stride=call.x.stride(0) * call.x.element_size(),
-            rows=rows.data_ptr(),
-            scales=scales.data_ptr(),
-            num_rows=T,
-            hidden=H,
-            element=ELEMENTS[call.x.dtype],
+            x=x.data_ptr(),
+            x_stride=x.stride(0) * x.element_size(),
+            rows=self._payload.rows.data_ptr(),
+            scales=address(scales),
+            num_rows=len(x),
+            hidden=x.shape[1],
+            element=ELEMENTS[x.dtype],
             stream=engine.streams.own,
         )
         engine.kernels.quantize(args)
-        return Payload(rows, scales, call.weights)
 
     def _headers(self) -> Any:
         """Returns a function of (operation, number of tokens) that makes the words that ranks compare."""
         engine, K = self._engine, self._call.topk_ids.shape[1]
-        rows, scales, weights = self._payload
+        rows, scales, weights, _ = self._payload
         self._row_bytes = rows.shape[1] * rows.element_size()
         self._scale_bytes = 0 if scales is None else scales.shape[1] * scales.element_size()
         weight_bytes = 0 if weights is None else weights.element_size()
@@ -190,12 +193,18 @@ class DispatchAcrossNodes(Operation):
 
         return header
 
-    def _route(self, header: Any) -> NodesRouting:
-        """Decides which rows cross to which node, and finds the expert ids of this node's tokens."""
-        nodes, call = self._nodes, self._call
-        ids = call.topk_ids
+    def _reserve(self, totals: list[int]) -> None:
+        """Makes the pool large enough. totals: the handle's."""
+        G = self._engine.node_size
+        rows = None if len(totals) == 1 else G * totals[_MAX_ROWS]
+        self._nodes.reserve(DISPATCH_POOL, self._slot_bytes, G, rows)
+
+    def _route(self, headers: Any) -> list[int]:
+        """Decides which rows cross to which node, plans this node's tokens, and gives all rows their places in the
+        output. Returns the handle's totals. Without a capacity, the host waits for them."""
+        nodes, call, engine = self._nodes, self._call, self._engine
+        ids, streams, padded = call.topk_ids, engine.streams, call.capacity is not None
         T = len(ids)
-        streams = self._engine.streams
         with streams.on_own():
             indices = nodes.table_index(ids)
             # One more column takes the pairs that no node has.
@@ -204,63 +213,126 @@ class DispatchAcrossNodes(Operation):
             needed[:, nodes.node] = False
             needed = needed[:, : nodes.num_nodes]
             through = torch.nn.functional.pad(needed.to(torch.int32).cumsum(0, dtype=torch.int32), (0, 0, 1, 0))
-        padded = call.capacity is not None
         counted = nodes.count(ids, padded)
-        counts = self._counts = nodes.exchange_counts(header, counted, padded)
+        counts = self._counts = nodes.exchange_counts(headers(_DISPATCH, T), counted, padded)
+        known = nodes.host_waits or padded
+        rows = counts.read() if known else ([0] * len(nodes.legs), [0] * len(nodes.legs))
         own_ids = torch.empty(ids.shape, dtype=torch.int32, device=ids.device)
-        routing = NodesRouting.empty(nodes, own_ids, counts.sent, counts.received)
+        routing = NodesRouting.empty(nodes, own_ids, *rows)
         nodes.enter()
         with streams.on_own():
             begins = nodes.begins(counted)
             own_ids.copy_(ids)
             for chunk, (first, last) in enumerate(itertools.pairwise(nodes.bounds(T))):
-                rows = through[first + 1 : last + 1] - through[first] + (begins[chunk] - 1)
-                routing.rail_rows[first:last].copy_(torch.where(needed[first:last], rows, -1))
+                places = through[first + 1 : last + 1] - through[first] + (begins[chunk] - 1)
+                routing.rail_rows[first:last].copy_(torch.where(needed[first:last], places, -1))
             routing.ids(0).copy_(nodes.local_id[indices])
-        return routing
+        ticket = self._notify(routing, headers)
+        self._begun = routing.plan  # kernels write to it until the routing is copied
+        if call.capacity is not None:
+            totals, slots = [call.capacity], nodes.padded_slots()
+        else:
+            every = engine.wait_totals(ticket, nodes.num_segments)
+            slots = every[:, _SLOTS].tolist()
+            if not known:
+                routing = routing.extended(*counts.read())
+            totals = self._add_totals(every, slots) + routing.sent + routing.received + slots
+        self._totals = torch.tensor(totals, dtype=torch.int64, device="cpu")
+        routing.make_recv_rows(slots)
+        self._routing = routing
+        self._payload = self._payload._replace(ids=own_ids)
+        return totals
 
-    def _start_ids(self, routing: NodesRouting) -> Ids:
-        """Begins to exchange the expert ids of the rows that cross. Runs and allocates on the own stream."""
-        nodes, streams, K = self._nodes, self._engine.streams, routing.topk_ids.shape[1]
-        with streams.on_own():
-            packed = routing.topk_ids.new_full((sum(routing.sent), K), -1)  # -1: the padding of a leg
-        self._run_pack(routing, num_rows=len(packed), ids=routing.topk_ids.data_ptr(), topk=K, packed_ids=packed)
-        with streams.on_own():
-            landed = packed.new_empty((sum(routing.received), K))
-            pairs = pairs_of(packed, routing.sent, landed, routing.received)
-            crossing = nodes.start_legs(nodes.legs, [(pair,) for pair in pairs], "expert ids")
-            return Ids(packed, landed.split(routing.tokens[1:]), crossing)
+    def _notify(self, routing: NodesRouting, headers: Any) -> int:
+        """Plans this node's tokens, notifies all segments, and places their rows. Returns the last ticket."""
+        engine, capacity, ticket = self._engine, self._call.capacity, 0
+        engine.enter(
+            engine.dispatch_sms(routing.tokens[0], self._row_bytes, self._nodes.num_nodes, False).in_two_kernels()
+        )
+        plan = self._plan(routing, 0)
+        engine.kernels.plan(plan)
+        for number in range(self._nodes.num_segments):
+            ticket = 0 if capacity is not None else engine.next_ticket()
+            args = _C.NotifyArgs(
+                comm=engine.comm,
+                routing=routing.struct(number),
+                header=headers(_DISPATCH, routing.tokens[number]),
+                block_counts=plan.block_counts,
+                origins=0 if number == 0 else self._counts.origins[number - 1].data_ptr(),
+                ticket=ticket,
+                segment=number,
+                stream=engine.streams.own,
+            )
+            engine.kernels.notify(args)
+        with engine.streams.on_own():
+            routing.place(engine.config.expert_alignment if engine.flat else 1)
+        return ticket
 
-    def _take_ids(self, routing: NodesRouting, ids: Ids) -> None:
-        """Waits for the expert ids of the segments of other nodes' tokens."""
-        nodes, streams = self._nodes, self._engine.streams
-        with streams.on_own():
-            nodes.finish(ids.crossing)
-            for number, landed in enumerate(ids.landed, start=1):
-                routing.ids(number).copy_(nodes.local_id[nodes.table_index(landed)])
+    def _plan(self, routing: NodesRouting, number: int) -> _C.PlanArgs:
+        """Returns the arguments by which a segment's tokens are planned."""
+        engine = self._engine
+        words = _C.block_count_words(routing.tokens[number], engine.node_size, engine.node_experts)
+        with engine.streams.on_own():
+            self._block_counts = torch.empty(words, dtype=torch.int32, device=engine.device)
+        return plan_args(engine, routing.struct(number), routing.ids(number), self._block_counts, number > 0)
+
+    def _plan_landed(self, routing: NodesRouting, number: int, ids: torch.Tensor) -> None:
+        """Plans the tokens of other nodes in a segment. ids: as they have come."""
+        nodes, kernels = self._nodes, self._engine.kernels
+        with self._engine.streams.on_own():
+            routing.ids(number).copy_(nodes.local_id[nodes.table_index(ids)])
+        plan = self._plan(routing, number)
+        kernels.plan(plan)
+        kernels.positions(plan)
+
+    def _add_totals(self, every: torch.Tensor, slots: list[int]) -> list[int]:
+        """Returns the totals of all segments together. every: the totals of each segment."""
+        engine = self._engine
+        alignment = engine.config.expert_alignment if engine.flat else 1
+        counts = every[:, _C.num_totals :].sum(0)
+        rows = int(((counts + alignment - 1) // alignment * alignment).sum())
+        if max(rows, sum(slots)) > MOST_ROWS:
+            raise EpPluginError(f"{engine.name}: step plan: expected at most {MOST_ROWS} rows, got {rows}")
+        heads = {_SLOTS: sum(slots), _ROWS: rows, _MAX_ROWS: int(every[:, _MAX_ROWS].max())}
+        heads[_MAX_SENT] = int(every[:, _MAX_SENT].max())
+        return [heads[total] for total in sorted(heads)] + counts.tolist()
 
     def _cross(self, routing: NodesRouting) -> None:
         """Begins to send the rows that cross, and to receive other nodes' rows, chunk by chunk."""
-        streams = self._engine.streams
-        rows, scales, weights = self._payload
+        engine, streams, (T, N) = self._engine, self._engine.streams, routing.rail_rows.shape
+        rows, scales, weights, ids = self._payload
         packed = self._packed = self._payload.like(sum(routing.sent))
         self._landed = self._payload.like(sum(routing.received))
         self._nodes.enter()
-        self._run_pack(
-            routing,
-            num_rows=len(packed.rows),
+        if packed.ids is not None and self._call.capacity is not None:
+            with streams.on_own():
+                packed.ids.fill_(-1)  # the padding of a leg
+        packing = engine.dispatch_sms(T, self._row_bytes, N, False).in_two_kernels()
+        engine.enter(packing)
+        args = _C.PackArgs(
+            comm=engine.comm,
             x=rows.data_ptr(),
             x_stride=rows.stride(0) * rows.element_size(),
             row_bytes=self._row_bytes,
-            rows=packed.rows,
+            rows=packed.rows.data_ptr(),
+            weights=address(weights),
+            weight_bytes=0 if weights is None else weights.shape[1] * weights.element_size(),
+            packed_weights=address(packed.weights),
             scales=address(scales),
             scale_stride=self._scale_bytes,
             scale_bytes=self._scale_bytes,
-            packed_scales=packed.scales,
-            weights=address(weights),
-            weight_bytes=0 if weights is None else weights.shape[1] * weights.element_size(),
-            packed_weights=packed.weights,
+            packed_scales=address(packed.scales),
+            ids=address(ids),
+            packed_ids=address(packed.ids),
+            rail_rows=routing.rail_rows.data_ptr(),
+            num_rows=len(packed.rows),
+            topk=routing.topk_ids.shape[1],
+            num_tokens=T,
+            num_nodes=N,
+            num_sms=packing.sending,
+            stream=engine.streams.own,
         )
+        engine.kernels.pack(args)
         with streams.on_own():
             both = zip(packed, self._landed, strict=True)
             of_fields = [
@@ -272,70 +344,12 @@ class DispatchAcrossNodes(Operation):
             of_chunks = enumerate(self._nodes.of_chunks)
             self._crossing = [self._nodes.start_chunk(chunk, pairs[legs]) for chunk, legs in of_chunks]
 
-    def _run_pack(self, routing: NodesRouting, **given: Any) -> None:
-        engine = self._engine
-        T, N = routing.rail_rows.shape
-        tensors = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
-        words = {name: value or 0 for name, value in given.items() if name not in tensors}
-        packing = engine.dispatch_sms(T, self._row_bytes, N, False).in_two_kernels()
-        engine.enter(packing)  # and for the notifies that follow
-        engine.kernels.pack(
-            _C.PackArgs(
-                comm=engine.comm,
-                rail_rows=routing.rail_rows.data_ptr(),
-                num_tokens=T,
-                num_nodes=N,
-                num_sms=packing.sending,
-                stream=engine.streams.own,
-                **words,
-                **{name: address(tensor) for name, tensor in tensors.items()},
-            )
-        )
-
-    def _plan_segments(self, routing: NodesRouting, headers: Any, ids: Ids) -> list[int]:
-        """Plans and notifies every segment and places its rows in the output. Then the host waits for the totals of all
-        segments. Returns the handle's totals."""
-        nodes, engine, capacity = self._nodes, self._engine, self._call.capacity
-        streams, ticket = engine.streams, 0
-        for number, tokens in enumerate(routing.tokens):
-            if number == 1:
-                self._take_ids(routing, ids)
-            if capacity is None:
-                ticket = engine.next_ticket()
-            header = headers(_DISPATCH, tokens)
-            words = _C.block_count_words(tokens, engine.node_size, engine.node_experts)
-            with streams.on_own():
-                counts = torch.empty(words, dtype=torch.int32, device=engine.device)
-            origins = 0 if number == 0 else self._counts.origins[number - 1].data_ptr()
-            given = routing.struct(number), header, routing.ids(number), counts, ticket, number, origins
-            plan_and_notify(engine, *given)
-        alignment = engine.config.expert_alignment if engine.flat else 1
-        with streams.on_own():
-            routing.place(alignment)
-        if capacity is not None:
-            routing.make_recv_rows(nodes.padded_slots())
-            self._totals = torch.full((1,), capacity, dtype=torch.int64, device="cpu")
-            return [capacity]
-        every = engine.wait_totals(ticket, nodes.num_segments)
-        slots = every[:, _SLOTS].tolist()
-        counts = every[:, _C.num_totals :].sum(0)
-        rows = int(((counts + alignment - 1) // alignment * alignment).sum())
-        if max(rows, sum(slots)) > MOST_ROWS:
-            raise EpPluginError(f"{engine.name}: step plan: expected at most {MOST_ROWS} rows, got {rows}")
-        heads = {_SLOTS: sum(slots), _ROWS: rows, _MAX_ROWS: int(every[:, _MAX_ROWS].max())}
-        heads[_MAX_SENT] = int(every[:, _MAX_SENT].max())
-        totals_list = [heads[total] for total in sorted(heads)] + counts.tolist()
-        totals_list += routing.sent + routing.received + slots
-        self._totals = torch.tensor(totals_list, dtype=torch.int64, device="cpu")
-        routing.make_recv_rows(slots)
-        return totals_list
-
     # -- segments ------------------------------------------------------------------------------------------------
 
     def _send_segment(self, number: int, payload: Payload) -> None:
         engine, routing = self._engine, self._routing
         assert routing is not None
-        rows, scales, weights = payload
+        rows, scales, weights, _ = payload
         wanted = engine.dispatch_sms(len(rows), self._row_bytes + self._scale_bytes, routing.topk_ids.shape[1], False)
         self._sms = wanted.in_two_kernels()
         engine.enter(self._sms)

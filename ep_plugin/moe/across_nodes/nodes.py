@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -28,15 +28,14 @@ _NOT_COMPARED = ("num_tokens",)  # the last one
 
 
 class Counts(NamedTuple):
-    """What one dispatch's ranks of a rail know of each other's rows.
+    """What came from the other ranks of a rail.
 
-    sent, received: the rows that each leg sends and brings. origins: int32 ``[C, O, G + E_n]``, of each leg that comes,
-    the rows for each rank of this node and the pairs for each of its experts.
+    origins: int32 ``[C, O, 1 + G + E_n]``, of each leg that brings rows: their number, the rows for each rank of this
+    node and the pairs for each of its experts. read: returns the rows that each leg sends, and those that each brings.
     """
 
-    sent: list[int]
-    received: list[int]
     origins: torch.Tensor
+    read: Callable[[], tuple[list[int], list[int]]]
 
 
 Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
@@ -64,6 +63,12 @@ class Nodes:
         per_chunk = self.num_nodes - 1
         self.of_chunks = [slice(chunk * per_chunk, (chunk + 1) * per_chunk) for chunk in range(self.chunks)]
         """The legs of each chunk."""
+        most = engine.config.max_tokens_per_rank
+        if most is not None and max(self.padded_tokens()) > _C.max_tokens:
+            raise ValueError(
+                f"max_tokens_per_rank: expected at most {_C.max_tokens} tokens of all other nodes in a chunk, got "
+                f"{max(self.padded_tokens())} for {most} tokens, {self.num_nodes} nodes and {self.chunks} chunks"
+            )
         self.num_segments = num_segments(self.num_nodes, engine.config.rail_chunks)
         self.num_totals = engine.num_totals + 2 * len(self.legs) + self.num_segments
         self.layout = engine.meta_layout
@@ -134,7 +139,7 @@ class Nodes:
     def reserve(self, pool: int, row_bytes: int, per_token: int, rows: int | None) -> None:
         """Makes the pool large enough for each segment. It serves one segment after the other.
 
-        per_token: the most rows of a token. rows: the most of any segment; None: the host does not know them.
+        per_token: the most rows of a token. rows: as many as the pool must hold; None: the host does not know them.
         """
         engine, most = self.engine, self.engine.config.max_tokens_per_rank
         if rows is None:
@@ -157,7 +162,6 @@ class Nodes:
         engine, (T, K) = self.engine, ids.shape
         R, N, E = engine.size, self.num_nodes, engine.config.num_experts
         with engine.streams.on_own():
-            ids = ids.contiguous()
             counts = torch.empty((self.chunks, R + N + E), dtype=torch.int32, device=ids.device)
         for chunk, (first, last) in enumerate(itertools.pairwise(self.bounds(T))):
             args = _C.LayoutArgs(
@@ -191,25 +195,36 @@ class Nodes:
     def exchange_counts(self, header: Any, counts: torch.Tensor, padded: bool) -> Counts:
         """Exchanges the header and the counts of `count` with every node.
 
-        padded: as in `count`. Then the host waits for nothing on GPUs, and reads nothing.
+        padded: as in `count`. Then the host reads nothing on GPUs.
         """
-        N = self.num_nodes
         with self.engine.streams.on_own():
             words = counts.transpose(0, 1).to(torch.int64)
             words = torch.cat([words[:, :, 0], words[:, :, 1:].flatten(1)], 1)  # the rows first, for the host
-        mine, theirs, landed = self._exchange(header, words, self.host_waits or not padded)
+        landed, read = self._exchange(header, words, self.host_waits or not padded)
         with self.engine.streams.on_own():
-            parts = landed[:, self.chunks :].view(N, self.chunks, -1).index_select(0, self._sources)
-            origins = parts.transpose(0, 1).to(torch.int32).contiguous()
-        if padded:
-            sent = received = self.padded_rows()
-            if theirs:
-                self._check_rows(received, theirs)
-            return Counts(sent, received, origins)
-        self._check_counts(theirs)
-        first = len(_HEADER)
-        sent = [mine[leg.to][first + leg.chunk] for leg in self.legs]
-        return Counts(sent, [theirs[leg.source][first + leg.chunk] for leg in self.legs], origins)
+            landed = landed.index_select(0, self._sources)
+            rows, parts = (
+                landed[:, : self.chunks].unsqueeze(2),
+                landed[:, self.chunks :].view(len(landed), self.chunks, -1),
+            )
+            origins = torch.cat([rows, parts], 2).transpose(0, 1).to(torch.int32).contiguous()
+
+        def rows_of_legs() -> tuple[list[int], list[int]]:
+            if padded:
+                known = self.padded_rows()
+                if self.host_waits:
+                    self._check_rows(known, read()[1])
+                return known, known
+            mine, theirs = read()
+            self._check_counts(theirs)
+            first = len(_HEADER)
+            sent = [mine[leg.to][first + leg.chunk] for leg in self.legs]
+            received = [theirs[leg.source][first + leg.chunk] for leg in self.legs]
+            if max(self.tokens_of(0, received)) > _C.max_tokens:
+                raise EpPluginError(f"{self.engine.name}: step rail: a chunk has more than {_C.max_tokens} tokens here")
+            return sent, received
+
+        return Counts(origins, rows_of_legs)
 
     def agree(self, header: Any, sent: Sequence[int], received: Sequence[int]) -> None:
         """Raises DisagreementError unless ranks of other nodes run the same operation with the same rows in each leg.
@@ -224,16 +239,17 @@ class Nodes:
         counts = [[0] * words for _ in range(self.num_nodes)]
         for leg, rows in zip(self.legs, sent, strict=True):
             counts[leg.to][leg.chunk] = rows
-        _, theirs, _ = self._exchange(header, torch.tensor(counts, dtype=torch.int64, device="cpu"), True)
-        self._check_rows(received, theirs)
+        _, read = self._exchange(header, torch.tensor(counts, dtype=torch.int64, device="cpu"), True)
+        self._check_rows(received, read()[1])
 
     def _exchange(
         self, header: Any, counts: torch.Tensor, host_reads: bool
-    ) -> tuple[list[list[int]], list[list[int]], torch.Tensor]:
+    ) -> tuple[torch.Tensor, Callable[[], tuple[list[list[int]], list[list[int]]]]]:
         """Exchanges the header and `counts`, int64 ``[N, C * (1 + G + E_n)]``, first the rows of each chunk.
 
-        Returns the header and rows that this rank has sent to each node and that each node has sent to it, if
-        `host_reads`. Then all counts that came, ``[N, ...]``. If the host reads nothing, the header is zeros.
+        Returns all counts that came, ``[N, ...]``, and a function that waits for the header and rows that this rank has
+        sent to each node, and that each node has sent to it. Without `host_reads` the header is zeros and nobody may
+        call that function.
         """
         streams = self.engine.streams
         words = [int(getattr(header, name)) for name in _HEADER]
@@ -252,15 +268,18 @@ class Nodes:
                 "counts",
             )
             self.finish(under_way)
-            if not host_reads:
-                return [], [], landed[:, len(words) :]
-            mine, theirs = self._on_host(both[:, :, : len(words) + self.chunks].contiguous())
-        self._check_headers(words, theirs)
-        return mine, theirs, landed[:, len(words) :]
+            if host_reads:
+                copied = streams.to_host(both[:, :, : len(words) + self.chunks].contiguous())
 
-    def _on_host(self, tensor: torch.Tensor) -> list[Any]:
-        """Returns the values of a tensor that torch's current stream makes. Waits for them with a deadline."""
-        copy, is_there = self.engine.streams.to_host(tensor)
+        def read() -> tuple[list[list[int]], list[list[int]]]:
+            mine, theirs = self._on_host(*copied)
+            self._check_headers(words, theirs)
+            return mine, theirs
+
+        return landed[:, len(words) :], read
+
+    def _on_host(self, copy: torch.Tensor, is_there: Callable[[], bool]) -> list[Any]:
+        """Returns the values of a copy on the host, as `Streams.to_host` makes it. Waits for them with a deadline."""
         most_s = 2 * self.engine.timeout_s + 5.0  # the rail's deadline passes first, and its error says more
         until = time.monotonic() + most_s
         while not is_there():

@@ -33,7 +33,7 @@ _SLOTS, _ROWS, _MAX_ROWS, _MAX_SENT = _C.Total.SLOTS, _C.Total.ROWS, _C.Total.MA
 class NodesRouting:
     """A routing of T tokens over `nodes`, in new memory or in the memory of a handle.
 
-    sent, received: the rows that each leg sends and brings, as the host knows them.
+    sent, received: the rows that each leg sends and brings; none while the host does not know them.
     """
 
     def __init__(
@@ -56,6 +56,14 @@ class NodesRouting:
     def empty(cls, nodes: Nodes, topk_ids: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> NodesRouting:
         words = nodes.words_of(topk_ids.shape[0], topk_ids.shape[1], received)
         return cls(nodes, topk_ids, sent, received, topk_ids.new_empty(words, dtype=torch.int32))
+
+    def extended(self, sent: Sequence[int], received: Sequence[int]) -> NodesRouting:
+        """Returns a copy of a routing whose legs had no rows, with room for their rows."""
+        routing = NodesRouting.empty(self._nodes, self.topk_ids, sent, received)
+        self._nodes.enter()
+        with self._nodes.engine.streams.on_own():
+            routing.plan[: len(self.plan)].copy_(self.plan)
+        return routing
 
     def ids(self, segment: int) -> torch.Tensor:
         """Returns a segment's ids of this node's experts, ``[T_m, K]``."""

@@ -16,25 +16,22 @@ from ep_plugin.moe.high_throughput.engine import HighThroughputEngine
 _TOKEN_MAJOR = int(_C.Layout.TOKEN_MAJOR)
 
 
-def plan_and_notify(
-    engine: HighThroughputEngine,
-    struct: Any,
-    header: Any,
-    ids: torch.Tensor,
-    block_counts: torch.Tensor,
-    ticket: int,
-    segment: int,
-    origins: int,
-) -> None:
-    """Enqueues plan and notify on the own stream.
+def plan_args(
+    engine: HighThroughputEngine, struct: Any, ids: torch.Tensor, block_counts: torch.Tensor, counted: bool
+) -> _C.PlanArgs:
+    """Returns the arguments of plan and positions.
 
-    ids: ``[T, K]``. block_counts: memory that plan uses. ticket: names the totals, see
-    `HighThroughputEngine.next_ticket`. segment: their place on the board. origins: as in NotifyArgs.
+    ids: ``[T, K]``. block_counts: memory that they use. counted: whether notify has run before.
     """
-    common = {"comm": engine.comm, "routing": struct, "stream": engine.streams.own}
-    common["block_counts"] = block_counts.data_ptr()
-    engine.kernels.plan(_C.PlanArgs(ids=ids.data_ptr(), id_bytes=ids.element_size(), **common))
-    engine.kernels.notify(_C.NotifyArgs(header=header, origins=origins, ticket=ticket, segment=segment, **common))
+    return _C.PlanArgs(
+        comm=engine.comm,
+        routing=struct,
+        ids=ids.data_ptr(),
+        id_bytes=ids.element_size(),
+        block_counts=block_counts.data_ptr(),
+        counted=int(counted),
+        stream=engine.streams.own,
+    )
 
 
 def dispatch_send_args(

@@ -18,12 +18,32 @@ using Counts = std::vector<int32_t>;
 
 int keys_of(const Comm& comm) { return comm.num_ranks + local_experts(comm); }
 
+// The counts of one origin, as the caller gives them: [1 + R + E].
+const int32_t* origin_counts(const NotifyArgs& args, int origin) {
+  return at<const int32_t>(args.origins) + int64_t{origin} * (1 + args.comm.num_ranks + args.comm.num_experts);
+}
+
+// Adds up the counts of the origins, as this rank's counts. Returns the sum of their tokens.
+int64_t add_origins(const NotifyArgs& args, const Meta& meta) {
+  const int keys = args.comm.num_ranks + args.comm.num_experts;
+  int64_t tokens = 0;
+  std::fill_n(meta.rank_count, keys, 0);  // expert_count follows it
+  for (int origin = 0; origin < args.comm.num_origins; ++origin) {
+    const int32_t* counts = origin_counts(args, origin);
+    tokens += counts[0];
+    // The counts came from other nodes. A sum that wraps is refused by those who receive it, like any wrong count.
+    for (int i = 0; i < keys; ++i)
+      meta.rank_count[i] = static_cast<int32_t>(static_cast<uint32_t>(meta.rank_count[i]) + counts[1 + i]);
+  }
+  return tokens;
+}
+
 // Writes the counts of each origin to a count row.
 void send_origins(const Run& run, const NotifyArgs& args, int peer, uint64_t* words) {
   const Comm& comm = run.comm;
   const int R = comm.num_ranks, per_rank = local_experts(comm);
   for (int origin = 0; origin < comm.num_origins; ++origin) {
-    const int32_t* counts = at<const int32_t>(args.origins) + static_cast<int64_t>(origin) * (R + comm.num_experts);
+    const int32_t* counts = origin_counts(args, origin) + 1;
     signal(words++, tagged(run.epoch, counts[peer]));
     for (int local = 0; local < per_rank; ++local)
       signal(words++, tagged(run.epoch, counts[R + peer * per_rank + local]));
@@ -75,7 +95,9 @@ bool send_counts(const Run& run, const NotifyArgs& args) {
     if (!wait_at_least(run, consumed_word(comm, comm.rank, kConsumedCounts, peer), free_at, peer)) return false;
   }
   if (!hold_at_gate(run)) return false;
-  const uint32_t* header = reinterpret_cast<const uint32_t*>(&args.header);
+  Header mine = args.header;
+  if (args.origins != 0) mine.num_tokens = add_origins(args, meta);
+  const uint32_t* header = reinterpret_cast<const uint32_t*>(&mine);
   for (int peer = 0; peer < R; ++peer) {
     uint64_t* words = count_words(comm, peer, parity, comm.rank);
     const int32_t* pairs = meta.expert_count + peer * per_rank;

@@ -1,6 +1,6 @@
 // Plan: computes where each of this rank's tokens goes, in one pass over topk_ids in token order. Positions are running
 // counts of the tokens for a rank, and of the pairs for an expert.
-#include <cstring>
+#include <vector>
 
 #include "cpu/core/sync.h"
 #include "cpu/moe/kernels.h"
@@ -24,9 +24,8 @@ void plan(const PlanArgs& args) {
   int32_t* ids = at<int32_t>(args.routing.topk_ids);
   int32_t* send_pos = at<int32_t>(args.routing.send_pos);
   int32_t* pair_pos = at<int32_t>(args.routing.pair_pos);
-  std::memset(meta.rank_count, 0, sizeof(int32_t) * R);
-  std::memset(meta.expert_count, 0, sizeof(int32_t) * E);
-
+  std::vector<int32_t> counts(R + E, 0);
+  int32_t *rank_count = counts.data(), *expert_count = rank_count + R;
   for (int t = 0; t < T; ++t) {
     int32_t* to = send_pos + static_cast<int64_t>(t) * R;
     for (int r = 0; r < R; ++r) to[r] = -1;
@@ -38,16 +37,23 @@ void plan(const PlanArgs& args) {
         id = -1;
       }
       ids[pair] = static_cast<int32_t>(id);
-      pair_pos[pair] = id < 0 ? -1 : meta.expert_count[id]++;
+      pair_pos[pair] = id < 0 ? -1 : expert_count[id]++;
       if (id < 0) continue;
       const int r = static_cast<int>(id) / per_rank;
-      if (to[r] < 0) to[r] = meta.rank_count[r]++;
+      if (to[r] < 0) to[r] = rank_count[r]++;
     }
     const int chunk = chunks.of(t);
     if (t + 1 == chunks.end(chunk))
-      for (int r = 0; r < R; ++r) meta.send_chunk_end[r * kMaxChunks + chunk] = meta.rank_count[r];
+      for (int r = 0; r < R; ++r) meta.send_chunk_end[r * kMaxChunks + chunk] = rank_count[r];
+  }
+  for (int i = 0; i < R + E; ++i) {  // expert_count follows rank_count
+    if (args.counted != 0 && meta.rank_count[i] != counts[i])
+      fail(comm, kBadCounts, kPlan, comm.rank, i, meta.rank_count[i], counts[i]);
+    meta.rank_count[i] = counts[i];
   }
   finish(run);
 }
+
+void positions(const PlanArgs&) {}  // plan has written them
 
 }  // namespace ep::cpu

@@ -6,6 +6,7 @@
 
 namespace ep::cuda {
 void plan(const PlanArgs& args);
+void positions(const PlanArgs& args);
 void notify(const NotifyArgs& args);
 void dispatch_send(const DispatchSendArgs& args);
 void dispatch_recv(const DispatchRecvArgs& args);

@@ -3,14 +3,13 @@
 // Roles. CTA 0 exchanges counts: a warp writes this rank's count row to its peers, waits for their rows, checks them,
 // and stores the counts in shared memory. Peers go round the warps. Then one warp lays out the FLAT rows by expert,
 // another the slots by source. The other CTAs compute the positions of this rank's tokens at the same time
-// (positions.cuh) and wait for no peer. The last of them signals the send (State::positions_ready), which then may move
-// rows. CTA 0 signals the send when the counts of all peers are known (State::counts_ready). Then it may signal rows.
-// Buffers. A count row (common/layout.h) is 64-bit words that carry their own epoch, so it needs no flag. There are two
-// rows for each pair of ranks, used in turn. A row is overwritten after its reader's consumed word has reached epoch -
-// 2.
-// Memory order. Count words are relaxed: each is complete by itself. The totals are stored before the ticket, which has
-// release order at system scope because the host reads them.
-// Nothing from a count row is used as a bound or an index before it is checked.
+// (positions.cuh) and wait for no peer. With counts of origins there are no other CTAs. The last of them signals the
+// send (State::positions_ready), which then may move rows. CTA 0 signals the send when the counts of all peers are
+// known (State::counts_ready). Then it may signal rows. Buffers. A count row (common/layout.h) is 64-bit words that
+// carry their own epoch, so it needs no flag. There are two rows for each pair of ranks, used in turn. A row is
+// overwritten after its reader's consumed word has reached epoch - 2. Memory order. Count words are relaxed: each is
+// complete by itself. The totals are stored before the ticket, which has release order at system scope because the host
+// reads them. Nothing from a count row is used as a bound or an index before it is checked.
 #include "cuda/core/launch.cuh"
 #include "cuda/moe/kernels.h"
 #include "cuda/moe/positions.cuh"
@@ -25,6 +24,7 @@ constexpr int kNotifyThreads = (kPeerWarps + 1) * kWarp;
 
 struct Shared {
   int32_t num_tokens[kMaxRanks];  // tokens of each source, checked
+  int64_t own_tokens;             // T of this rank
   int64_t max_sent;
 };
 
@@ -59,8 +59,13 @@ struct OriginWord {
       : origin(index / (1 + local_experts(comm))), local(index % (1 + local_experts(comm)) - 1) {}
 };
 
+// The counts of one origin, as the caller gives them: [1 + R + E].
+__device__ const int32_t* origin_counts(const NotifyArgs& args, int origin) {
+  return at<const int32_t>(args.origins) + int64_t{origin} * (1 + num_keys(args.comm));
+}
+
 // One warp: writes this rank's count row to `peer`.
-__device__ void send_counts(const Run& run, const NotifyArgs& args, int peer) {
+__device__ void send_counts(const Run& run, const NotifyArgs& args, int peer, const Shared& shared) {
   const Comm& comm = run.comm;
   const uint32_t* header = reinterpret_cast<const uint32_t*>(&args.header);
   uint64_t* to = count_words(comm, peer, parity_of(run), comm.rank);
@@ -68,13 +73,14 @@ __device__ void send_counts(const Run& run, const NotifyArgs& args, int peer) {
   const int for_origins = for_experts + local_experts(comm), words = row_words(args);
   for (int i = lane_id(); i < for_origins; i += kWarp) {
     const int count = i - kHeaderWords + (i < for_experts ? 0 : peer * local_experts(comm));
-    peer::store(to + i, tagged(run.epoch, i < kHeaderWords ? header[i] : counts[count]));
+    uint32_t word = i < kHeaderWords ? header[i] : counts[count];
+    if (i >= 2 * kComparedFields && i < kHeaderWords) word = static_cast<uint32_t>(shared.own_tokens >> (i & 1) * 32);
+    peer::store(to + i, tagged(run.epoch, word));
   }
   for (int i = for_origins + lane_id(); i < words; i += kWarp) {
     const OriginWord word(comm, i - for_origins);
-    const int64_t first = static_cast<int64_t>(word.origin) * (R + comm.num_experts);
-    const int count = word.local < 0 ? peer : R + peer * local_experts(comm) + word.local;
-    peer::store(to + i, tagged(run.epoch, at<const int32_t>(args.origins)[first + count]));
+    const int count = 1 + (word.local < 0 ? peer : R + peer * local_experts(comm) + word.local);
+    peer::store(to + i, tagged(run.epoch, origin_counts(args, word.origin)[count]));
   }
 }
 
@@ -307,9 +313,27 @@ __device__ void publish_totals(const NotifyArgs& args, const Shared& shared) {
   if (threadIdx.x == 0) ptx::st_release_sys(&board_of(comm).ticket, args.ticket);
 }
 
-// All threads: sums the counts of all blocks, in shared memory, and writes them to the handle.
-__device__ void count_all(const NotifyArgs& args) {
-  sum_block_counts(args.comm, args.block_counts, plan_blocks(args.routing.num_tokens));
+// All threads: sums the counts of all origins, in shared memory, and their tokens. Joins the CTA.
+__device__ void sum_origins(const NotifyArgs& args, Shared& shared) {
+  for (int i = threadIdx.x; i <= num_keys(args.comm); i += blockDim.x) {
+    int64_t sum = 0;
+    for (int origin = 0; origin < args.comm.num_origins; ++origin) sum += origin_counts(args, origin)[i];
+    if (i == 0)
+      shared.own_tokens = sum;
+    else
+      counts[i - 1] = static_cast<int32_t>(sum);  // one that wraps is refused by those who receive it
+  }
+  __syncthreads();
+}
+
+// All threads: sums the counts of all blocks or origins, in shared memory, and writes them to the handle.
+__device__ void count_all(const NotifyArgs& args, Shared& shared) {
+  if (args.origins != 0) {
+    sum_origins(args, shared);
+  } else {
+    if (threadIdx.x == 0) shared.own_tokens = args.header.num_tokens;
+    sum_block_counts(args.comm, args.block_counts, plan_blocks(args.routing.num_tokens));  // joins the CTA
+  }
   int32_t* rank_count = meta_of(args.comm, args.routing).rank_count;  // expert_count follows it
   for (int i = threadIdx.x; i < num_keys(args.comm); i += blockDim.x) rank_count[i] = counts[i];
 }
@@ -338,11 +362,11 @@ __device__ void exchange(const NotifyArgs& args, const Run& run, bool is_free, S
   const Comm& comm = args.comm;
   const int warp = warp_id();
   bool ok = is_free && !faulted(comm);  // plan may have failed
-  count_all(args);
+  count_all(args, shared);
   if (comm.gate == kNotify) ok = __syncthreads_and(threadIdx.x != 0 || hold_at_gate(run)) && ok;
   ok = __all_sync(kAllLanes, ok) != 0;
   if (warp < kPeerWarps) {
-    for (int peer = warp; ok && peer < comm.num_ranks; peer += kPeerWarps) send_counts(run, args, peer);
+    for (int peer = warp; ok && peer < comm.num_ranks; peer += kPeerWarps) send_counts(run, args, peer, shared);
     for (int peer = warp; ok && peer < comm.num_ranks; peer += kPeerWarps) ok = receive_counts(run, args, peer, shared);
   }
   if (!__syncthreads_and(ok)) return;
@@ -378,13 +402,36 @@ __global__ void __launch_bounds__(kNotifyThreads, 1) ep_notify(const __grid_cons
   signal_positions_ready(args.comm);
 }
 
+// The part that waits for no peer, by itself.
+__global__ void __launch_bounds__(kNotifyThreads, 1) ep_positions(const __grid_constant__ PlanArgs args) {
+  const Run run = enter(args.comm, kPlan);
+  if (!run.ok) return;
+  assign_positions(args.comm, args.routing, args.block_counts, static_cast<int>(blockIdx.x));
+  if (blockIdx.x + 1 != gridDim.x) return;
+  // The running counts of the last block are those of all tokens.
+  __syncthreads();
+  const int32_t* known = meta_of(args.comm, args.routing).rank_count;  // expert_count follows it
+  for (int i = threadIdx.x; i < num_keys(args.comm); i += blockDim.x)
+    if (known[i] != counts[i]) fail(args.comm, kBadCounts, kPlan, args.comm.rank, i, known[i], counts[i]);
+}
+
 }  // namespace
+
+void positions(const PlanArgs& args) {
+  require_comm(args.comm);
+  require_routing(args.routing);
+  require_rows("block_counts", args.block_counts);
+  const int64_t words = plan_block_words(args.comm.num_ranks, args.comm.num_experts);
+  launch<ep_positions>("positions", plan_blocks(args.routing.num_tokens), kNotifyThreads, 4 * words, args.stream, args);
+}
 
 void notify(const NotifyArgs& args) {
   require_comm(args.comm);
   require_routing(args.routing);
-  require_rows("block_counts", args.block_counts);
+  if (args.origins == 0) require_rows("block_counts", args.block_counts);
   const int64_t words = shared_words(args.comm.num_ranks, args.comm.num_experts);
+  if (args.origins != 0)  // it may follow another notify, and reads the epoch that this one advances
+    return launch<ep_notify>("notify", 1, kNotifyThreads, 4 * words, args.stream, args);
   const int64_t ctas = 1 + static_cast<int64_t>(plan_blocks(args.routing.num_tokens));
   launch_early<ep_notify>("notify", ctas, kNotifyThreads, 4 * words, args.stream, args);
 }
