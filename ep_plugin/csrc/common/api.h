@@ -52,7 +52,8 @@ struct Routing {
 
 // Computes where each token goes: writes Routing's topk_ids, send_pos and pair_pos, and meta's rank_count, expert_count
 // and send_chunk_end. On CUDA plan writes topk_ids and the counts of each block of tokens, and notify writes the rest;
-// if notify ran before, with counts of origins, `positions` writes send_pos, pair_pos and send_chunk_end. An id outside
+// if notify has run before, with counts of origins, `positions` writes send_pos, pair_pos and send_chunk_end. Counts
+// that differ from those of notify are then recorded as kBadCounts (field: the rank, or R + the expert). An id outside
 // [-1, E) is recorded as kBadIds (field: the token) and counts as dropped.
 struct PlanArgs {
   Comm comm;

@@ -16,12 +16,12 @@ import torch
 
 from ep_plugin import _C
 from ep_plugin.errors import CaptureRefused, DisagreementError, EpPluginError
+from ep_plugin.moe.across_nodes.tables import counts_of_nodes, expert_tables, output_order
 from ep_plugin.moe.high_throughput.engine import HighThroughputEngine
-from ep_plugin.moe.high_throughput.load import HighThroughputLoad, Source
+from ep_plugin.moe.high_throughput.load import HighThroughputLoad
 from ep_plugin.moe.legs import Leg, chunk_bounds, legs_of, num_chunks, num_origins, num_segments
 from ep_plugin.runtime.faults import DISAGREE_ON
 from ep_plugin.transport.rails import UnderWay
-from ep_plugin.transport.topology import NodeMap
 
 _HEADER = _C.header_fields
 _NOT_COMPARED = ("num_tokens",)  # the last one
@@ -73,7 +73,7 @@ class Nodes:
         self.num_totals = engine.num_totals + 2 * len(self.legs) + self.num_segments
         self.layout = engine.meta_layout
         G, origins = engine.node_size, num_origins(self.num_nodes)
-        order = _output_order(node_map, self.node, self.chunks)
+        order = output_order(node_map, self.node, self.chunks)
         places = [(source.segment * G + source.local_rank) * origins + source.origin for source in order]
         unused = sorted(set(range(self.num_segments * G * origins)) - set(places))  # segment 0 has one origin
         self.order = torch.tensor(places + unused, device=device)
@@ -82,11 +82,11 @@ class Nodes:
         engine.load = HighThroughputLoad(engine, self.layout, engine.local_experts, order)
         self.rank_node = torch.tensor([node_map.node_of(rank) for rank in range(engine.size)], device=device).int()
         """``[R]``: the node of each rank."""
-        self._counts_of_nodes = torch.tensor(_counts_of_nodes(engine), device=device)
+        self._counts_of_nodes = torch.tensor(counts_of_nodes(engine), device=device)
         self._leg_index = torch.tensor([leg.chunk * self.num_nodes + leg.to for leg in self.legs], device=device)
         self._sources = torch.tensor([leg.source for leg in self.legs[: self.num_nodes - 1]], device=device)
         """``[O]``: the nodes whose tokens are in a segment, in their order."""
-        node_of, local_id = _expert_tables(engine)
+        node_of, local_id = expert_tables(engine)
         self.node_of = torch.tensor(node_of, device=device)
         """``[E + 2]`` by expert id + 1: the node that holds the expert; N for -1 and for E."""
         self.local_id = torch.tensor(local_id, dtype=torch.int32, device=device)
@@ -390,39 +390,3 @@ class Nodes:
 
     def _impossible(self, node: int, sent: str) -> EpPluginError:
         return EpPluginError(f"{self.engine.name}: step rail: rank {self._peer(node)} sent {sent}")
-
-
-def _output_order(node_map: NodeMap, node: int, chunks: int) -> list[Source]:
-    """Returns the sources of a dispatch's output on `node`, in the order of its rows: by rank, then by chunk."""
-    origin_of = {leg.source: number for number, leg in enumerate(legs_of(node, node_map.num_nodes, 1))}
-    order = []
-    for rank in range(node_map.num_nodes * node_map.ranks_per_node):
-        source, index = node_map.node_of(rank), node_map.local_rank_of(rank)
-        if source == node:
-            order.append(Source(0, index, 0, rank))
-        else:
-            order += [Source(1 + chunk, index, origin_of[source], rank) for chunk in range(chunks)]
-    return order
-
-
-def _counts_of_nodes(engine: HighThroughputEngine) -> list[int]:
-    """Returns, for each node, the numbers of the layout kernel's counts: of the node, its ranks and its experts."""
-    node_map, local, numbers = engine.node_map, engine.local_experts, []
-    experts = engine.size + node_map.num_nodes
-    for node in range(node_map.num_nodes):
-        ranks = node_map.node_ranks(node)
-        numbers += [engine.size + node, *ranks]
-        numbers += [experts + rank * local + place for rank in ranks for place in range(local)]
-    return numbers
-
-
-def _expert_tables(engine: HighThroughputEngine) -> tuple[list[int], list[int]]:
-    """Returns the node of each expert, and its number on this node, both by expert id + 1."""
-    node_map, local = engine.node_map, engine.local_experts
-    node_of, local_id = [node_map.num_nodes], [-1]
-    for expert in range(engine.config.num_experts):
-        rank, place = divmod(expert, local)
-        node = node_map.node_of(rank)
-        node_of.append(node)
-        local_id.append(node_map.local_rank_of(rank) * local + place if node == engine.node else -1)
-    return [*node_of, node_map.num_nodes], [*local_id, engine.node_experts]
