@@ -231,13 +231,14 @@ class DispatchAcrossNodes(Operation):
         self._begun = routing.plan  # kernels write to it until the routing is copied
         if call.capacity is not None:
             totals, slots = [call.capacity], nodes.padded_slots()
+            self._totals = torch.full((1,), call.capacity, dtype=torch.int64, device="cpu")
         else:
             every = engine.wait_totals(ticket, nodes.num_segments)
             slots = every[:, _SLOTS].tolist()
             if not known:
                 routing = routing.extended(*counts.read())
             totals = self._add_totals(every, slots) + routing.sent + routing.received + slots
-        self._totals = torch.tensor(totals, dtype=torch.int64, device="cpu")
+            self._totals = torch.tensor(totals, dtype=torch.int64, device="cpu")
         routing.make_recv_rows(slots)
         self._routing = routing
         self._payload = self._payload._replace(ids=own_ids)
