@@ -91,28 +91,25 @@ class DispatchAcrossNodes(Operation):
         """Sends rows to the other nodes and to this one. Without a capacity or a handle, the host waits until it knows
         how many rows come."""
         self._nodes.check_capture()
-        call, fresh = self._call, self._routing is None
+        call = self._call
         self._payload = self._make_payload()
         headers = self._headers()
+        known = None if call.capacity is None else [call.capacity]
         if call.previous is not None:
-            totals = call.previous.totals
-            self._reserve(totals)  # before anything is enqueued, since it may refuse a capture
-            self._enter()
-            assert self._routing is not None
-            self._nodes.agree(headers(_CACHED, len(call.x)), self._routing.sent, self._routing.received)
-        elif call.capacity is not None:
-            self._reserve([call.capacity])
-            self._enter()
-            totals = self._route(headers)
-        else:
-            self._enter()
-            totals = self._route(headers)
+            known = call.previous.totals
+        if known is not None:
+            self._reserve(known)  # before anything is enqueued, since it may refuse a capture
+        self._enter()
+        totals = self._route(headers) if call.previous is None else call.previous.totals
+        if known is None:
             self._reserve(totals)
         routing = self._routing
         assert routing is not None
+        if call.previous is not None:
+            self._nodes.agree(headers(_CACHED, len(call.x)), routing.sent, routing.received)
         self._cross(routing)
         self._headers_of = [headers(_CACHED, tokens) for tokens in routing.tokens]
-        self._allocate(totals, fresh)
+        self._allocate(totals)
         self._nodes.enter()
         self._send_segment(0, self._payload)
 
@@ -366,7 +363,7 @@ class DispatchAcrossNodes(Operation):
         output.routing, output.header = self._routing.struct(number), self._headers_of[number]
         engine.kernels.dispatch_recv(output)
 
-    def _allocate(self, totals: list[int], fresh: bool) -> None:
+    def _allocate(self, totals: list[int]) -> None:
         """Makes the output, and the receive arguments that all segments share."""
         engine, call = self._engine, self._call
         assert self._routing is not None
@@ -391,6 +388,6 @@ class DispatchAcrossNodes(Operation):
             expert_offset=offsets.data_ptr(),
             overflow=address(limits),
             capacity=rows,
-            fresh=int(fresh),
+            fresh=int(call.previous is None),
             stream=engine.streams.own,
         )

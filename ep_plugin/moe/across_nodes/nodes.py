@@ -19,12 +19,12 @@ from ep_plugin.errors import CaptureRefused, DisagreementError, EpPluginError
 from ep_plugin.moe.across_nodes.tables import counts_of_nodes, expert_tables, output_order
 from ep_plugin.moe.high_throughput.engine import HighThroughputEngine
 from ep_plugin.moe.high_throughput.load import HighThroughputLoad
-from ep_plugin.moe.legs import Leg, chunk_bounds, legs_of, num_chunks, num_origins, num_segments
+from ep_plugin.moe.legs import chunk_bounds, legs_of, num_chunks, num_origins, num_segments
 from ep_plugin.runtime.faults import DISAGREE_ON
 from ep_plugin.transport.rails import UnderWay
 
 _HEADER = _C.header_fields
-_NOT_COMPARED = ("num_tokens",)  # the last one
+_NUM_COMPARED = len(_HEADER) - 1  # all but num_tokens, the last one
 
 
 class Counts(NamedTuple):
@@ -203,11 +203,9 @@ class Nodes:
         landed, read = self._exchange(header, words, self.host_waits or not padded)
         with self.engine.streams.on_own():
             landed = landed.index_select(0, self._sources)
-            rows, parts = (
-                landed[:, : self.chunks].unsqueeze(2),
-                landed[:, self.chunks :].view(len(landed), self.chunks, -1),
-            )
-            origins = torch.cat([rows, parts], 2).transpose(0, 1).to(torch.int32).contiguous()
+            rows, parts = landed.tensor_split([self.chunks], 1)
+            parts = parts.view(len(landed), self.chunks, -1)
+            origins = torch.cat([rows.unsqueeze(2), parts], 2).transpose(0, 1).to(torch.int32).contiguous()
 
         def rows_of_legs() -> tuple[list[int], list[int]]:
             if padded:
@@ -220,8 +218,12 @@ class Nodes:
             first = len(_HEADER)
             sent = [mine[leg.to][first + leg.chunk] for leg in self.legs]
             received = [theirs[leg.source][first + leg.chunk] for leg in self.legs]
-            if max(self.tokens_of(0, received)) > _C.max_tokens:
-                raise EpPluginError(f"{self.engine.name}: step rail: a chunk has more than {_C.max_tokens} tokens here")
+            most = max(self.tokens_of(0, received))
+            if most > _C.max_tokens:
+                raise EpPluginError(
+                    f"{self.engine.name}: step rail: expected at most {_C.max_tokens} tokens of other nodes in a "
+                    f"chunk, got {most}"
+                )
             return sent, received
 
         return Counts(origins, rows_of_legs)
@@ -290,28 +292,21 @@ class Nodes:
         self.engine.check()  # the wait may have ended because the rail ended
         return list(copy.tolist())
 
-    def start_legs(
-        self, legs: Sequence[Leg], pairs: Sequence[Sequence[Pair]], what: str, back: bool = False
-    ) -> UnderWay:
-        """Begins to send the first tensor of each pair of each leg, and to receive the second one.
+    def start_chunk(self, chunk: int, pairs: Sequence[Sequence[Pair]], back: bool = False) -> UnderWay:
+        """Begins to send the first tensor of each pair of each of the chunk's legs, and to receive the second one.
 
-        The messages start after the work on torch's current stream. back: the messages go from the receivers to the
-        senders of the legs. Both ends leave out empty tensors.
+        The messages start after the work on torch's current stream. back: they are sums, and go from the receivers to
+        the senders of the legs. Both ends leave out empty tensors.
         """
         sends, receives = [], []
-        for leg, each in zip(legs, pairs, strict=True):
+        for leg, each in zip(self.legs[self.of_chunks[chunk]], pairs, strict=True):
             to, source = (leg.source, leg.to) if back else (leg.to, leg.source)
             for sent, landed in each:
                 if sent.numel():
                     sends.append((to, sent.view(-1).view(torch.uint8)))
                 if landed.numel():
                     receives.append((source, landed.view(-1).view(torch.uint8)))
-        return self._start(sends, receives, what)
-
-    def start_chunk(self, chunk: int, pairs: Sequence[Sequence[Pair]], back: bool = False) -> UnderWay:
-        """Begins to send and receive the rows, or sums, of all legs of a chunk. pairs: of each of these legs."""
-        legs = self.legs[self.of_chunks[chunk]]
-        return self.start_legs(legs, pairs, f"{'sums' if back else 'rows'} of chunk {chunk}", back)
+        return self._start(sends, receives, f"{'sums' if back else 'rows'} of chunk {chunk}")
 
     def finish(self, under_way: UnderWay) -> None:
         """Waits for messages that have begun. On CPUs the host waits, with a deadline; on GPUs torch's current stream
@@ -357,12 +352,11 @@ class Nodes:
 
     def _check_headers(self, mine: list[int], theirs: list[list[int]]) -> None:
         """Raises DisagreementError unless the ranks of all nodes run the same operation."""
-        compared = len(_HEADER) - len(_NOT_COMPARED)
         for node in self.engine.rails.nodes:
             given = theirs[node]
-            if given[:compared] == mine[:compared]:
+            if given[:_NUM_COMPARED] == mine[:_NUM_COMPARED]:
                 continue
-            field = next(field for field in range(compared) if given[field] != mine[field])
+            field = next(field for field in range(_NUM_COMPARED) if given[field] != mine[field])
             word, described = self.engine.described(field, mine[field])
             raise self._disagreement(word, node, described, self.engine.described(field, given[field])[1])
 

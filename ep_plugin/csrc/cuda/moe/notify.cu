@@ -3,13 +3,15 @@
 // Roles. CTA 0 exchanges counts: a warp writes this rank's count row to its peers, waits for their rows, checks them,
 // and stores the counts in shared memory. Peers go round the warps. Then one warp lays out the FLAT rows by expert,
 // another the slots by source. The other CTAs compute the positions of this rank's tokens at the same time
-// (positions.cuh) and wait for no peer. With counts of origins there are no other CTAs. The last of them signals the
-// send (State::positions_ready), which then may move rows. CTA 0 signals the send when the counts of all peers are
-// known (State::counts_ready). Then it may signal rows. Buffers. A count row (common/layout.h) is 64-bit words that
-// carry their own epoch, so it needs no flag. There are two rows for each pair of ranks, used in turn. A row is
-// overwritten after its reader's consumed word has reached epoch - 2. Memory order. Count words are relaxed: each is
-// complete by itself. The totals are stored before the ticket, which has release order at system scope because the host
-// reads them. Nothing from a count row is used as a bound or an index before it is checked.
+// (positions.cuh) and wait for no peer. The last of them signals the send (State::positions_ready), which then may move
+// rows. CTA 0 signals the send when the counts of all peers are known (State::counts_ready). Then it may signal rows.
+// With counts of origins CTA 0 is alone, and ep_positions computes the positions later.
+// Buffers. A count row (common/layout.h) is 64-bit words that carry their own epoch, so it needs no flag. There are two
+// rows for each pair of ranks, used in turn. A row is overwritten after its reader's consumed word has reached epoch -
+// 2.
+// Memory order. Count words are relaxed: each is complete by itself. The totals are stored before the ticket, which has
+// release order at system scope because the host reads them.
+// Nothing from a count row is used as a bound or an index before it is checked.
 #include "cuda/core/launch.cuh"
 #include "cuda/moe/kernels.h"
 #include "cuda/moe/positions.cuh"
