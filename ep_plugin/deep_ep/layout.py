@@ -9,7 +9,7 @@ import torch
 
 from ep_plugin import _C
 from ep_plugin.deep_ep.arguments import check_ids
-from ep_plugin.deep_ep.nodes import node_of_ranks
+from ep_plugin.moe.across_nodes.tables import places_of_ranks
 from ep_plugin.runtime.streams import current_stream, kernels_for, on_device
 from ep_plugin.runtime.tensors import PLAIN, check_memory, check_storage, is_lazy
 from ep_plugin.transport.topology import NodeMap
@@ -43,14 +43,14 @@ def count_tokens(
     in_rank = torch.empty((T, R), dtype=torch.bool, device=device)
     args = _C.LayoutArgs(
         ids=ids.data_ptr(),
-        rank_node=node_of_ranks(nodes, device).data_ptr() if N > 1 else 0,
+        nodes=_C.Nodes(
+            rank_place=places_of_ranks(nodes, device).data_ptr() if N > 1 else 0, num_ranks=R, num_experts=num_experts
+        ),
         counts=counts.data_ptr(),
         in_rank=in_rank.data_ptr(),
         num_tokens=T,
         topk=K,
-        num_ranks=R,
         num_nodes=N if N > 1 else 0,
-        num_experts=num_experts,
         id_bytes=ids.element_size(),
         stream=current_stream(device),
     )

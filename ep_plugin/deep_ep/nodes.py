@@ -26,13 +26,6 @@ def nodes_of(group: dist.ProcessGroup) -> NodeMap:
 
 
 @functools.lru_cache(maxsize=64)
-def node_of_ranks(nodes: NodeMap, device: torch.device) -> torch.Tensor:
-    """Return the node of each rank, as int32 ``[R]``."""
-    ranks = range(nodes.num_nodes * nodes.ranks_per_node)
-    return torch.tensor([nodes.node_of(rank) for rank in ranks], dtype=torch.int32, device=device)
-
-
-@functools.lru_cache(maxsize=64)
 def ranks_by_node(nodes: NodeMap, device: torch.device) -> torch.Tensor:
     """Return all ranks, node by node, as int64 ``[R]``."""
     return torch.tensor(list(itertools.chain(*nodes.nodes)), device=device)

@@ -30,6 +30,7 @@ KERNELS = [
     "plan",
     "positions",
     "notify",
+    "place",
     "dispatch_send",
     "dispatch_recv",
     "combine_send",

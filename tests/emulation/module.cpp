@@ -29,6 +29,7 @@ PYBIND11_MODULE(_simt, m) {
   bind(m, "plan", table.plan);
   bind(m, "positions", table.positions);
   bind(m, "notify", table.notify);
+  bind(m, "place", table.place);
   bind(m, "dispatch_send", table.dispatch_send);
   bind(m, "dispatch_recv", table.dispatch_recv);
   bind(m, "combine_send", table.combine_send);

@@ -268,14 +268,29 @@ def _accesses(name: str, a: Any, layout: Any) -> Iterator[tuple[int, int, bool]]
             yield out, a.num_tokens * nbytes, True
     elif name == "layout":
         yield a.ids, a.num_tokens * a.topk * a.id_bytes, False
-        yield a.rank_node, 4 * a.num_ranks, False
-        yield a.counts, 4 * (a.num_ranks + a.num_nodes + a.num_experts), True
+        yield a.nodes.rank_place, 4 * a.nodes.num_ranks, False
+        yield a.counts, 4 * (a.nodes.num_ranks + a.num_nodes + a.nodes.num_experts), True
+        if a.messages:
+            ranks = a.nodes.num_ranks // a.num_nodes
+            yield a.messages, _messages_bytes(a.nodes, ranks, a.nodes.num_experts // a.num_nodes), True
+            yield a.rail_rows, 4 * a.num_tokens * a.num_nodes, True
+            yield a.own_ids, 4 * a.num_tokens * a.topk, True
+    elif name == "place":
+        num_nodes = a.nodes.num_ranks // a.comm.num_ranks
+        yield a.metas, 4 * layout.words * (1 + a.nodes.num_chunks), True
+        yield a.messages, _messages_bytes(a.nodes, a.comm.num_ranks, a.comm.num_experts), False
+        yield a.rail_rows, 4 * a.num_tokens * num_nodes, True
     elif name == "add_counts":
         for row in range(a.num_rows):
             yield a.counts + 4 * row * a.row_stride, 4 * a.num_columns, False
         yield a.sums, 8 * a.num_rows * a.num_columns, True
     else:
         yield from _accesses_of_segment(name, a, layout)
+
+
+def _messages_bytes(nodes: Any, ranks: int, experts: int) -> int:
+    """The bytes of the messages that a rank sends, with one for its own node. ranks, experts: of a node."""
+    return 8 * nodes.num_ranks // ranks * _C.message_words(nodes.num_chunks, ranks, experts)
 
 
 def _accesses_of_segment(name: str, a: Any, layout: Any) -> Iterator[tuple[int, int, bool]]:
@@ -297,8 +312,8 @@ def _accesses_of_segment(name: str, a: Any, layout: Any) -> Iterator[tuple[int, 
         yield a.block_counts, 4, True
         if name != "notify":
             yield a.ids, T * K * a.id_bytes, False
-        elif a.origins:
-            yield a.origins, 4 * a.comm.num_origins * (1 + G + a.comm.num_experts), False
+        if a.origins.messages:
+            yield a.origins.messages, _messages_bytes(a.nodes, G, a.comm.num_experts), False
         return
     row, scale, weight = a.header.row_bytes, a.header.scale_bytes, a.header.weight_bytes
     if name == "dispatch_send":

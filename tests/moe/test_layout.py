@@ -6,6 +6,7 @@ R ranks on N nodes.
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, NamedTuple
 
 import pytest
@@ -13,6 +14,8 @@ import torch
 
 from ep_plugin import _C
 from ep_plugin.deep_ep.layout import count_tokens
+from ep_plugin.moe.across_nodes.tables import places_of_ranks
+from ep_plugin.moe.legs import chunk_bounds
 from ep_plugin.runtime.streams import current_stream, kernels_for
 from ep_plugin.transport.topology import NodeMap
 from tests.faults.fault_cases import here
@@ -88,21 +91,19 @@ def counts(rank: int, size: int) -> None:
         nodes = NodeMap(case.nodes)
         R = nodes.num_nodes * nodes.ranks_per_node
         E, N = case.experts_per_rank * R, nodes.num_nodes if nodes.num_nodes > 1 else 0
-        rank_node = torch.tensor([nodes.node_of(r) for r in range(R)], dtype=torch.int32, device=here())
+        places = places_of_ranks(nodes, here())
         for seed, dtype in enumerate((torch.int64, torch.int32)):
             ids = _ids(case, dtype, seed)
             given, counted, in_rank = ids.to(here()), _guarded(4 * (R + N + E)), _guarded(case.tokens * R)
             kernels_for(here()).layout(
                 _C.LayoutArgs(
                     ids=given.data_ptr(),
-                    rank_node=rank_node.data_ptr(),
+                    nodes=_C.Nodes(rank_place=places.data_ptr(), num_ranks=R, num_experts=E),
                     counts=counted.data_ptr(),
                     in_rank=in_rank.data_ptr(),
                     num_tokens=case.tokens,
                     topk=case.topk,
-                    num_ranks=R,
                     num_nodes=N,
-                    num_experts=E,
                     id_bytes=given.element_size(),
                     stream=current_stream(here()),
                 )
@@ -112,6 +113,54 @@ def counts(rank: int, size: int) -> None:
                 same_bits("is_token_in_rank", _written(in_rank, torch.bool, case.tokens, R), goes)
                 expected = torch.cat([per_rank, per_node, per_expert] if N else [per_rank, per_expert])
                 same_bits("counts", _written(counted, torch.int32, R + N + E), expected)
+
+
+def messages(rank: int, size: int) -> None:
+    """For each node: the header, the tokens of each chunk for it, and their parts. Rows are numbered in each chunk."""
+    header = _C.Header(**{name: 2**40 + number for number, name in enumerate(_C.header_fields)})
+    of_header = [getattr(header, name) for name in _C.header_fields]
+    for name, case in CASES.items():
+        node_map, seed = NodeMap(case.nodes), len(name)
+        N, G = node_map.num_nodes, node_map.ranks_per_node
+        R, E, own = N * G, N * G * case.experts_per_rank, seed % N
+        places = places_of_ranks(node_map, here())
+        for chunks, dtype in ((1, torch.int64), (3, torch.int32)):
+            ids = _ids(case, dtype, seed)
+            given, words = ids.to(here()), _C.message_words(chunks, G, E // N)
+            written, rows, copy = _guarded(8 * N * words), _guarded(4 * case.tokens * N), _guarded(4 * ids.numel())
+            group = _C.Nodes(rank_place=places.data_ptr(), num_ranks=R, num_experts=E, num_chunks=chunks, node=own)
+            kernels_for(here()).layout(
+                _C.LayoutArgs(
+                    ids=given.data_ptr(),
+                    nodes=group,
+                    messages=written.data_ptr(),
+                    rail_rows=rows.data_ptr(),
+                    own_ids=copy.data_ptr(),
+                    header=header,
+                    num_tokens=case.tokens,
+                    topk=case.topk,
+                    num_nodes=N,
+                    id_bytes=given.element_size(),
+                    stream=current_stream(here()),
+                )
+            )
+            found = _written(written, torch.int64, N, words)
+            numbers = _written(rows, torch.int32, case.tokens, N)
+            with named((name, chunks)):
+                valid = ids.where((ids >= 0) & (ids < E), -1).int()
+                same_bits("own_ids", _written(copy, torch.int32, *ids.shape), valid)
+                assert found[:, : len(of_header)].tolist() == [of_header] * N
+                counts, parts = found[:, len(of_header) :].split([chunks, chunks * (G + E // N)], 1)
+                for chunk, (first, last) in enumerate(itertools.pairwise(chunk_bounds(case.tokens, chunks))):
+                    per_rank, per_node, per_expert, in_rank = expected_layout(ids[first:last], E, node_map)
+                    assert counts[:, chunk].tolist() == per_node.tolist()
+                    for node, ranks in enumerate(node_map.nodes):
+                        of_ranks, of_experts = per_rank[list(ranks)], per_expert.view(R, -1)[list(ranks)].flatten()
+                        wanted = torch.cat([of_ranks, of_experts]).tolist()
+                        assert parts[node].view(chunks, -1)[chunk].tolist() == wanted
+                        goes = in_rank[:, list(ranks)].any(1) & (node != own)
+                        expected = torch.where(goes, goes.cumsum(0) - 1, -1).int()
+                        same_bits("rail_rows", numbers[first:last, node].contiguous(), expected)
 
 
 def returns_counts(rank: int, size: int) -> None:
@@ -136,14 +185,17 @@ def returns_counts(rank: int, size: int) -> None:
 
 def refuses_arguments(rank: int, size: int) -> None:
     """The kernel of GPUs refuses what it cannot do before it is launched."""
-    given = {"num_tokens": 1, "topk": 1, "num_ranks": 2, "num_experts": 4, "id_bytes": 8}
+    of_group = {"num_ranks": 2, "num_experts": 4}
+    given = {"num_tokens": 1, "topk": 1, "id_bytes": 8}
     wrong = {"num_tokens": -1, "topk": 2**30, "num_ranks": 0, "num_experts": 5, "num_nodes": 3, "id_bytes": 2}
     for name, value in wrong.items():
+        group = _C.Nodes(**(of_group | {name: value} if name in of_group else of_group))
+        args = _C.LayoutArgs(nodes=group, **(given if name in of_group else given | {name: value}))
         with named(f"{name} = {value}"), pytest.raises(ValueError, match=f"{name}: expected .*, got {value}"):
-            kernels_for(here()).layout(_C.LayoutArgs(**(given | {name: value})))
+            kernels_for(here()).layout(args)
 
 
-CHECKS: tuple[Any, ...] = (counts, returns_counts)
+CHECKS: tuple[Any, ...] = (counts, messages, returns_counts)
 
 
 @pytest.mark.parametrize("check", CHECKS)

@@ -21,6 +21,7 @@ from ep_plugin import _C, MoECommunicatorConfig
 from ep_plugin.moe.across_nodes.dispatch import DispatchAcrossNodes
 from ep_plugin.moe.across_nodes.nodes import Nodes
 from ep_plugin.moe.across_nodes.routing import NodesRouting
+from ep_plugin.moe.across_nodes.tables import places_of_ranks
 from ep_plugin.moe.high_throughput.sms import KernelSms
 from ep_plugin.moe.legs import Leg, chunk_bounds, num_chunks
 from ep_plugin.runtime.streams import Streams
@@ -63,7 +64,25 @@ def a_map(interleaved: bool = False) -> NodeMap:
 
 
 def an_engine(node_map: NodeMap) -> Any:
-    """The facts about one rank that Nodes and NodesRouting use."""
+    """The facts about one rank that Nodes and NodesRouting use. Notify, which needs other ranks, does nothing."""
+    state = torch.zeros(_C.state_bytes, dtype=torch.uint8)
+    board = torch.zeros(1 << 16, dtype=torch.uint8)  # plan misses the counts of notify there
+    comm = _C.Comm(
+        rank=INDEX,
+        num_ranks=G,
+        num_experts=G * LOCAL,
+        gate=_C.Step.NONE,
+        num_origins=ORIGINS,
+        state=state.data_ptr(),
+        board=board.data_ptr(),
+    )
+    kernels = SimpleNamespace(
+        layout=_C.cpu.layout,
+        plan=_C.cpu.plan,
+        positions=_C.cpu.positions,
+        place=_C.cpu.place,
+        notify=lambda args: None,
+    )
     return SimpleNamespace(
         node_map=node_map,
         node=NODE,
@@ -76,7 +95,7 @@ def an_engine(node_map: NodeMap) -> Any:
         local_experts=LOCAL,
         node_experts=LOCAL * G,
         meta_layout=_C.meta_layout(G, LOCAL * G, ORIGINS),
-        state=torch.zeros(_C.state_bytes, dtype=torch.uint8),
+        state=state,
         num_totals=_C.num_totals + LOCAL,
         device=torch.device("cpu"),
         config=MoECommunicatorConfig(num_experts=E, hidden_size=64, topk=K, max_tokens_per_rank=T),
@@ -84,14 +103,16 @@ def an_engine(node_map: NodeMap) -> Any:
         check=lambda: None,
         on_rail=contextlib.nullcontext,
         layout=0,
-        comm=_C.Comm(),
+        comm=comm,
+        board=board,
         streams=Streams(),
         timeout_s=60.0,
-        kernels=SimpleNamespace(layout=_C.cpu.layout, plan=lambda args: None, positions=lambda args: None),
+        kernels=kernels,
         wait_totals=lambda ticket, segments: torch.zeros(segments, _C.num_totals + LOCAL, dtype=torch.int64),
         flat=True,
         dispatch_sms=lambda *sizes: KernelSms(1, 1),
         enter=lambda chosen: None,
+        next_ticket=lambda: 1,
     )
 
 
@@ -127,8 +148,8 @@ def test_tables_are_small_and_quick_to_make() -> None:
     assert time.monotonic() - began < MOST_SECONDS
     assert (nodes.num_nodes, nodes.chunks, nodes.num_segments) == (N, C, M)
     tables = held_by(nodes)
-    assert sorted(len(table) for table in tables) == [N - 1, C * (N - 1), R, E + 2, E + 2, M * G * ORIGINS, R + N + E]
-    assert sum(table.nbytes for table in tables) < 128 * E
+    assert sorted(len(table) for table in tables) == [R, M * G * ORIGINS]
+    assert sum(table.nbytes for table in tables) < 16 * E
 
 
 def test_legs_meet_each_other_node_once_and_no_two_nodes_send_to_one(nodes: Nodes) -> None:
@@ -152,50 +173,54 @@ def test_output_order_is_that_of_ranks(nodes: Nodes) -> None:
     assert {rank for rank, _ in found} == set(range(R))
 
 
-def test_expert_tables_name_node_and_place(nodes: Nodes) -> None:
+def test_every_rank_has_a_place(nodes: Nodes) -> None:
     node_map = nodes.engine.node_map
-    ids = torch.arange(-1, E + 1)
-    of = [node_map.node_of(expert // LOCAL) for expert in range(E)]
-    assert nodes.node_of[nodes.table_index(ids)].tolist() == [N, *of, N]
-    mine = [rank * LOCAL + place for rank in node_map.node_ranks(NODE) for place in range(LOCAL)]
-    local = [mine.index(expert) if node == NODE else -1 for expert, node in enumerate(of)]
-    assert nodes.local_id[nodes.table_index(ids)].tolist() == [-1, *local, G * LOCAL]
+    places = places_of_ranks(node_map, torch.device("cpu")).tolist()
+    assert [node_map.node_ranks(place // G)[place % G] for place in places] == list(range(R))
 
 
 def test_one_message_of_counts_goes_to_each_other_node(nodes: Nodes) -> None:
     engine = nodes.engine
     header = _C.Header(**dict.fromkeys(_C.header_fields, 1) | {"num_tokens": T})
-    counts = torch.arange(C * N * (1 + G + G * LOCAL), dtype=torch.int32).view(C, N, -1)
-    counts[:, :, 0] = 2 * torch.arange(N)
-    origins, read = nodes.exchange_counts(header, counts, padded=False)
-    sent, received = read()
+    words = HEADER + C * (1 + G + G * LOCAL)
+    messages = nodes.messages()
+    assert messages.shape == (2, N, words)
+    messages[0] = torch.arange(N * words).view(N, words)
+    messages[0, :, :HEADER] = torch.tensor([*[1] * (HEADER - 1), T])
+    messages[0, :, HEADER : HEADER + C] = 2 * torch.arange(N).unsqueeze(1)
+    sent, received = nodes.exchange_counts(header, messages, padded=False)()
     assert sent == [2 * leg.to for leg in nodes.legs]
     assert received == [leg.source for leg in nodes.legs]
     assert engine.rails.sent.keys() == set(range(N)) - {NODE}
-    assert {len(words) for words in engine.rails.sent.values()} == {HEADER + C * (1 + G + G * LOCAL)}
+    assert {len(words) for words in engine.rails.sent.values()} == {words}
     sources = [leg.source for leg in nodes.legs[:ORIGINS]]
-    assert origins[:, :, 0].tolist() == [sources] * C
-    assert origins[:, :, 1:].equal(counts[:, sources, 1:]), "the stand-in sends back what it gets, but for the rows"
-    nodes.host_waits = False
-    padded = nodes.exchange_counts(header, counts, padded=True)
-    assert padded.read() == ([T // C] * len(nodes.legs), [T // C] * len(nodes.legs))
-    assert padded.origins.equal(origins)
+    assert messages[1, sources, HEADER + C :].equal(messages[0, sources, HEADER + C :]), "the stand-in sends it back"
+    for nodes.host_waits in (False, True):
+        rows = [T // C] * len(nodes.legs)
+        assert nodes.exchange_counts(header, messages, padded=True)() == (rows, rows)
 
 
-def test_counts_are_those_of_a_plain_count(nodes: Nodes) -> None:
+def test_messages_are_those_of_a_plain_count(nodes: Nodes) -> None:
     ids = torch.rand(T, E, generator=torch.Generator().manual_seed(3)).topk(K).indices
     ids[7, 2:] = -1
-    counts, node_map = nodes.count(ids, padded=False), nodes.engine.node_map
-    assert counts.shape == (C, N, 1 + G + G * LOCAL)
-    bounds = chunk_bounds(T, C)
-    for chunk, (first, last) in enumerate(itertools.pairwise(bounds)):
+    call = DispatchAcrossNodes(nodes, torch.zeros(T, 8), ids, None, None, None, None, [], 0)
+    call._messages = nodes.messages()
+    routing = NodesRouting.empty(nodes, torch.empty(T, K, dtype=torch.int32), [0] * len(nodes.legs), [])
+    began = time.monotonic()
+    call._lay_out(routing, _C.Header())
+    assert time.monotonic() - began < MOST_SECONDS
+    node_map, rows_at = nodes.engine.node_map, HEADER + C
+    for chunk, (first, last) in enumerate(itertools.pairwise(chunk_bounds(T, C))):
         tokens = ids[first:last].tolist()
         for node in (0, NODE, N - 1):
             ranks = node_map.node_ranks(node)
             by_rank = [sum(any(e >= 0 and e // LOCAL == rank for e in token) for token in tokens) for rank in ranks]
             rows = sum(any(e >= 0 and e // LOCAL in ranks for e in token) for token in tokens)
             experts = torch.bincount(ids[first:last].flatten().clamp_min(-1) + 1, minlength=E + 1)[1:].view(R, LOCAL)
-            assert counts[chunk, node].tolist() == [rows, *by_rank, *experts[list(ranks)].flatten().tolist()]
+            message = call._messages[0, node]
+            parts = message[rows_at:].view(C, -1)[chunk].tolist()
+            assert message[HEADER + chunk] == rows
+            assert parts == [*by_rank, *experts[list(ranks)].flatten().tolist()]
 
 
 def a_routing(nodes: Nodes, seed: int) -> NodesRouting:
@@ -225,22 +250,34 @@ def test_a_handle_stays_small(nodes: Nodes) -> None:
     assert structs[-1].pair_pos + 4 * K * structs[-1].num_tokens == ends
 
 
+def of_segment(routing: NodesRouting, number: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The ids, send_pos and pair_pos of a segment."""
+    struct, T_m = routing.struct(number), routing.tokens[number]
+    begin = (struct.topk_ids - routing.plan.data_ptr()) // 4
+    parts = routing.plan[begin : begin + T_m * (2 * K + G)].split([T_m * K, T_m * G, T_m * K])
+    return parts[0].view(T_m, K), parts[1].view(T_m, G), parts[2].view(T_m, K)
+
+
 def test_a_token_crosses_once_to_each_node_that_it_needs() -> None:
     nodes = Nodes(an_engine(a_map()))
+    engine = nodes.engine
     ids = torch.rand(T, E, generator=torch.Generator().manual_seed(0)).topk(K).indices
     ids[5] = -1
     call = DispatchAcrossNodes(nodes, torch.zeros(T, 8), ids, None, None, None, None, [], 0)
+    engine.kernels.notify = lambda args: call._begun[T * N :][: M * nodes.layout.words].zero_()  # no rows come
     began = time.monotonic()
     with _Made() as made:
-        call._notify = lambda routing, headers: 0
         call._payload = call._make_payload()
         header = _C.Header(**dict.fromkeys(_C.header_fields, 1) | {"num_tokens": T})
+        call._row_bytes = 16
         call._route(lambda op, tokens: header)
         routing = call._routing
         landed = routing.tokens[1]
-        call._plan_landed(routing, 1, ids.int().repeat(2, 1)[:landed])
+        call._messages[1, :, HEADER + C :] = call._messages[0, :, HEADER + C :]
+        of_landed = ids.int().repeat(2, 1)[:landed].contiguous()
+        engine.kernels.plan(call._plan(routing, 1, of_landed))
     assert time.monotonic() - began < MOST_SECONDS
-    assert max(made.sizes - {len(routing.plan)}) <= (T + 1) * (N + 1) < R * R
+    assert max(made.sizes - {len(routing.plan), len(call._begun), 2 * N * nodes._message_words}) <= (T + 1) * (N + 1) < R * R
     expected = torch.full((T, N), -1)
     row = 0
     needs = [{expert // (G * LOCAL) for expert in token if expert >= 0} for token in ids.tolist()]
@@ -253,33 +290,27 @@ def test_a_token_crosses_once_to_each_node_that_it_needs() -> None:
                 row += 1
         assert sent == row - begin
     assert routing.rail_rows.equal(expected.int())
+    assert routing.topk_ids.equal(ids.int())
     here = ids.where(ids // (G * LOCAL) == NODE, FIRST_EXPERT_HERE - 1) - FIRST_EXPERT_HERE
-    assert routing.ids(0).equal(here.int())
-    assert routing.ids(1).equal(here.int().repeat(2, 1)[:landed])
-    assert [len(routing.ids(number)) for number in range(M)] == [T, *[sum(leg.source for leg in nodes.legs) // C] * C]
+    assert of_segment(routing, 0)[0].equal(here.int())
+    assert of_segment(routing, 1)[0].equal(here.int().repeat(2, 1)[:landed])
+    assert routing.tokens == [T, *[sum(leg.source for leg in nodes.legs) // C] * C]
 
 
 def test_the_plan_kernel_counts_the_tokens_of_every_segment(nodes: Nodes) -> None:
     routing, generator = a_routing(nodes, 2), torch.Generator().manual_seed(2)
-    comm = _C.Comm(
-        rank=INDEX,
-        num_ranks=G,
-        num_experts=G * LOCAL,
-        gate=_C.Step.NONE,
-        num_origins=ORIGINS,
-        state=nodes.engine.state.data_ptr(),
-    )
     began = time.monotonic()
     for number, tokens in enumerate(routing.tokens):
         ids = torch.rand(tokens, G * LOCAL, generator=generator).topk(K).indices.int()
         ids[torch.rand(tokens, K, generator=generator) < 0.5] = -1  # those of other nodes
-        routing.ids(number).copy_(ids)
-        args = _C.PlanArgs(comm=comm, routing=routing.struct(number), ids=routing.ids(number).data_ptr(), id_bytes=4)
+        args = _C.PlanArgs(
+            comm=nodes.engine.comm, routing=routing.struct(number), ids=ids.data_ptr(), id_bytes=ids.element_size()
+        )
         _C.cpu.plan(args)
-        send_pos, pair_pos = routing._part(number, K, G), routing._part(number, K + G, K)
+        planned, send_pos, pair_pos = of_segment(routing, number)
         chosen = torch.nn.functional.one_hot(ids.long() + 1, G * LOCAL + 1).sum(1)[:, 1:]  # [T_m, E_n], 0 or 1
         needed = chosen.view(tokens, G, LOCAL).amax(2)
-        assert routing.ids(number).equal(ids)
+        assert planned.equal(ids)
         assert send_pos.equal(torch.where(needed > 0, needed.cumsum(0) - 1, -1).int())
         before = (chosen.cumsum(0) - 1).gather(1, ids.long().clamp_min(0))
         assert pair_pos.equal(torch.where(ids < 0, -1, before).int())
@@ -308,9 +339,18 @@ def test_places_are_those_of_a_plain_count(nodes: Nodes, alignment: int) -> None
         meta[at.origin_rows : at.send_chunk_end] = rows.flatten()
         meta[at.origin_end : at.origin_rows] = ends.flatten()
     began = time.monotonic()
-    with _Made() as made:
-        routing.place(alignment)
-    assert max(made.sizes - {len(routing.plan)}) <= M * G * ORIGINS * LOCAL
+    rows = torch.full((T, N), -1, dtype=torch.int32)
+    args = _C.PlaceArgs(
+        comm=nodes.engine.comm,
+        nodes=nodes.struct,
+        metas=routing.metas.data_ptr(),
+        messages=nodes.messages().zero_().data_ptr(),
+        rail_rows=rows.data_ptr(),
+        num_tokens=T,
+        alignment=alignment,
+    )
+    _C.cpu.place(args)
+    assert (rows == -1).all()
     assert time.monotonic() - began < MOST_SECONDS
 
     sources = [divmod(place, ORIGINS) for place in nodes.order.tolist()]
@@ -327,8 +367,12 @@ def test_places_are_those_of_a_plain_count(nodes: Nodes, alignment: int) -> None
         token_base[segment, index, origin] = tokens - int(slots[segment, index, :origin].sum())
         tokens += int(slots[segment, index, origin])
     for number, meta in enumerate(routing.metas):
-        assert meta[at.flat_base : at.expert_offset].equal(base[number].flatten())
+        here = slice(1 if number == 0 else ORIGINS)  # segment 0 has one origin
+        bases = meta[at.flat_base : at.expert_offset].view(G, ORIGINS, LOCAL)
+        assert bases[:, here].equal(base[number][:, here])
         assert meta[at.expert_offset : at.expert_rows].tolist() == offsets
         assert meta[at.expert_rows : at.origin_end].equal(pairs.sum((0, 1, 2), dtype=torch.int32))
-        assert meta[at.token_base : at.flat_base].tolist() == [*token_base[number].flatten().tolist(), tokens]
-    assert (routing.plan[: T * N] == -7).all(), "place() wrote outside of meta"
+        token_bases = meta[at.token_base : at.token_rows].view(G, ORIGINS)
+        assert token_bases[:, here].equal(token_base[number][:, here])
+        assert meta[at.token_rows] == tokens
+    assert (routing.plan[: T * N] == -7).all(), "place wrote outside of meta"

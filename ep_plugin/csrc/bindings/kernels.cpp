@@ -94,8 +94,10 @@ void bind_structs(py::module_& m) {
 }
 
 void bind_dispatch_args(py::module_& m) {
-  EP_STRUCT(m, PlanArgs, comm, routing, ids, block_counts, id_bytes, counted, stream);
-  EP_STRUCT(m, NotifyArgs, comm, routing, header, block_counts, origins, ticket, segment, stream);
+  EP_STRUCT(m, Nodes, rank_place, num_ranks, num_experts, num_chunks, node);
+  EP_STRUCT(m, Origins, messages, chunk, padded);
+  EP_STRUCT(m, PlanArgs, comm, routing, nodes, origins, ids, block_counts, id_bytes, stream);
+  EP_STRUCT(m, NotifyArgs, comm, routing, header, nodes, origins, block_counts, ticket, segment, stream);
   EP_STRUCT(m, DispatchSendArgs, comm, routing, header, x, x_stride, scales, scale_stride, weights, num_sms, optimistic,
             quantize, element, stream);
   EP_STRUCT(m, DispatchRecvArgs, comm, routing, header, tokens, scales, weights, topk_ids, row_expert_ids, expert_count,
@@ -118,8 +120,9 @@ void bind_node_args(py::module_& m) {
   EP_STRUCT(m, CombineAddArgs, comm, own, landed, rail_rows, bias, out, own_extra, landed_extra, extra_out, hidden,
             num_rows, topk, element, num_tokens, num_nodes, node, num_sms, wide_bias, stream);
   EP_STRUCT(m, AddCountsArgs, sums, counts, row_stride, num_rows, num_columns, stream);
-  EP_STRUCT(m, LayoutArgs, ids, rank_node, counts, in_rank, num_tokens, topk, num_ranks, num_nodes, num_experts,
-            id_bytes, stream);
+  EP_STRUCT(m, LayoutArgs, ids, nodes, counts, in_rank, messages, rail_rows, own_ids, header, num_tokens, topk,
+            num_nodes, id_bytes, stream);
+  EP_STRUCT(m, PlaceArgs, comm, nodes, metas, messages, rail_rows, num_tokens, padded, alignment, stream);
 }
 
 void bind_sizes(py::module_& m) {
@@ -132,6 +135,8 @@ void bind_sizes(py::module_& m) {
   m.def("block_count_words", [](int num_tokens, int ranks, int experts) {
     return plan_blocks(num_tokens) * plan_block_words(ranks, experts);
   });
+  m.def("message_words",
+        [](int chunks, int ranks, int experts) { return MessageLayout(chunks, ranks, experts).words(); });
   m.def("slot_bytes", [](int64_t row_bytes, int64_t scale_bytes, int64_t weight_bytes, int64_t topk) {
     return slot_layout(row_bytes, scale_bytes, weight_bytes, topk).bytes;
   });
@@ -153,6 +158,7 @@ void bind_table(py::module_& m, const char* name, const KernelTable& table) {
   bind_kernel(sub, "plan", table.plan);
   bind_kernel(sub, "positions", table.positions);
   bind_kernel(sub, "notify", table.notify);
+  bind_kernel(sub, "place", table.place);
   bind_kernel(sub, "dispatch_send", table.dispatch_send);
   bind_kernel(sub, "dispatch_recv", table.dispatch_recv);
   bind_kernel(sub, "combine_send", table.combine_send);

@@ -50,18 +50,38 @@ struct Routing {
   int64_t slots;      // rows of recv_rows
 };
 
+// A group of several nodes, of which the communicator is one.
+struct Nodes {
+  Address rank_place;   // int32 [num_ranks]: node * (ranks of a node) + the rank's number there; 0: one node
+  int32_t num_ranks;    // of all nodes
+  int32_t num_experts;  // of all nodes
+  int32_t num_chunks;   // into which each rank cuts its tokens
+  int32_t node;         // this rank's
+};
+
+// The counts that ranks of other nodes have sent, as LayoutArgs::messages has them. The tokens of one chunk, one node's
+// after the other's, are the tokens of one dispatch inside the node. Its origins are the nodes node - 1, node - 2, ....
+struct Origins {
+  Address messages;  // int64 [N, message_words] by node; 0: the tokens are this rank's own
+  int32_t chunk;
+  int32_t padded;  // the tokens of each origin, of which the last ones have no experts; 0: as many as its message says
+};
+
 // Computes where each token goes: writes Routing's topk_ids, send_pos and pair_pos, and meta's rank_count, expert_count
 // and send_chunk_end. On CUDA plan writes topk_ids and the counts of each block of tokens, and notify writes the rest;
 // if notify has run before, with counts of origins, `positions` writes send_pos, pair_pos and send_chunk_end. Counts
-// that differ from those of notify are then recorded as kBadCounts (field: the rank, or R + the expert). An id outside
-// [-1, E) is recorded as kBadIds (field: the token) and counts as dropped.
+// that differ from those of notify are then recorded as kBadCounts (field: the rank, or R + the expert). With several
+// nodes, ids name experts of all nodes, and topk_ids those of this node; pairs for others count as dropped. An id
+// outside [-1, E) is recorded as kBadIds (field: the token) and counts as dropped.
 struct PlanArgs {
   Comm comm;
   Routing routing;
+  Nodes nodes;
+  Origins origins;       // with messages: notify has run before with them
   Address ids;           // [T,K] as the caller gave them
   Address block_counts;  // CUDA: int32 [plan_blocks(T), plan_block_words(R, E)]
   int32_t id_bytes;      // 4 or 8
-  int32_t counted;       // 1: notify has run before, with counts of origins
+  int32_t reserved;
   Address stream;
 };
 
@@ -73,8 +93,9 @@ struct NotifyArgs {
   Comm comm;
   Routing routing;
   Header header;
+  Nodes nodes;
+  Origins origins;
   Address block_counts;  // CUDA: as plan left them
-  Address origins;       // int32 [num_origins, 1 + R + E]: tokens, those for each rank, pairs for each expert; or 0
   uint64_t ticket;       // 0: the host does not wait for the totals
   int32_t segment;       // the place of the totals on the board; 0 on one node
   int32_t reserved;
@@ -253,19 +274,40 @@ struct AddCountsArgs {
   Address stream;
 };
 
-// DeepEP's layout of a dispatch: counts the tokens that go to each rank, to each node and to each expert. A token
-// counts once for each of them. An id outside [0, E) counts as dropped. The kernel needs no communicator.
+// The layout of a dispatch: counts the tokens that go to each rank, to each node and to each expert. A token counts
+// once for each of them. An id outside [0, E) counts as dropped. The kernel needs no communicator.
+//
+// With `messages` it counts each of the chunks [T * c / C, T * (c + 1) / C) and writes the message that each node gets
+// (common/layout.h), and numbers the tokens of a chunk that go to each other node. N nodes.
 struct LayoutArgs {
   Address ids;        // [T,K] contiguous
-  Address rank_node;  // int32 [R]: the node of each rank; not read if num_nodes is 0
-  Address counts;     // out: int32 [R + num_nodes + E]: tokens of each rank, of each node, of each expert
+  Nodes nodes;        // num_chunks 0 stands for 1
+  Address counts;     // out: int32 [R + num_nodes + E]: tokens of each rank, of each node, of each expert; or 0
   Address in_rank;    // out: bool [T,R]: whether the token has an expert on the rank; or 0
+  Address messages;   // out: int64 [N, message_words] by node; or 0: then this and what follows is not used
+  Address rail_rows;  // out: int32 [T,N]: the token's number among those of its chunk for the node; -1: none, own node
+  Address own_ids;    // out: int32 [T,K]: the ids; -1: dropped
+  Header header;      // of the messages
   int32_t num_tokens;
   int32_t topk;
-  int32_t num_ranks;
   int32_t num_nodes;  // 0: nodes are not counted
-  int32_t num_experts;
-  int32_t id_bytes;  // 4 or 8
+  int32_t id_bytes;   // 4 or 8
+  Address stream;
+};
+
+// Gives the rows of a dispatch over several nodes their places: in the buffers that the rail sends, and in the common
+// output of its segments, which notify has laid out one by one. Output rows are in the order of the ranks that sent
+// them, and of their chunks. N nodes, M = num_chunks + 1 segments.
+struct PlaceArgs {
+  Comm comm;
+  Nodes nodes;
+  Address metas;      // int32 [M, meta_layout.words]: rewrites what places rows in the output
+  Address messages;   // int64 [N, message_words]: those that this rank sends
+  Address rail_rows;  // int32 [T,N] as layout left it. Becomes the row of the buffers; -1: none
+  int32_t num_tokens;
+  int32_t padded;     // rows of each message's chunk in the buffers; 0: as many as it has
+  int32_t alignment;  // each local expert's rows begin at a multiple of this
+  int32_t reserved;
   Address stream;
 };
 
@@ -277,6 +319,7 @@ struct KernelTable {
   void (*plan)(const PlanArgs&);
   void (*positions)(const PlanArgs&);  // on the CPU nothing is left to do
   void (*notify)(const NotifyArgs&);
+  void (*place)(const PlaceArgs&);
   void (*dispatch_send)(const DispatchSendArgs&);
   void (*dispatch_recv)(const DispatchRecvArgs&);
   void (*combine_send)(const CombineSendArgs&);

@@ -152,6 +152,17 @@ EP_HD constexpr int64_t count_row_bytes(int R, int E, int O) {
   return align_up(8 * static_cast<int64_t>(count_row_words(R, E, O)), 128);
 }
 
+// The message of a dispatch to the rank with the same number on another node, int64: the Header; for each of the C
+// chunks the tokens for the node; then for each chunk the tokens for each of the node's R ranks and the pairs for each
+// of its E experts.
+struct MessageLayout {
+  int num_chunks, keys;
+  EP_HD constexpr MessageLayout(int C, int R, int E) : num_chunks(C), keys(R + E) {}
+  EP_HD constexpr int64_t tokens(int chunk) const { return kHeaderFields + chunk; }
+  EP_HD constexpr int64_t parts(int chunk) const { return kHeaderFields + num_chunks + int64_t{chunk} * keys; }
+  EP_HD constexpr int64_t words() const { return parts(num_chunks); }
+};
+
 struct ControlLayout {
   int64_t consumed;    // u64 [3][R]: epoch up to which peer r has read what this rank wrote to it
   int64_t opening;     // Opening [2 pools][R sources]

@@ -213,8 +213,8 @@ bool Dispatch::start() {
   }
   const bool is_one_kernel = plan_.sms.receiving == 0;
   is_sent_ = !is_one_kernel && (is_reserved_ || engine.comm->pool_bytes[kDispatchPool] > 0);
-  const PlanArgs plan{*engine.comm, routing_, ids_, block_counts_at_, id_bytes_, 0, stream_};
-  const NotifyArgs notify{*engine.comm, routing_, plan_.header, block_counts_at_, 0, ticket_, 0, 0, stream_};
+  const PlanArgs plan{*engine.comm, routing_, {}, {}, ids_, block_counts_at_, id_bytes_, 0, stream_};
+  const NotifyArgs notify{*engine.comm, routing_, plan_.header, {}, {}, block_counts_at_, ticket_, 0, 0, stream_};
   const bool is_launched = engine.run(
       [&] {
         enter(plan_.sms);

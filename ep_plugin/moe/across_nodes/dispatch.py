@@ -18,7 +18,6 @@ Shapes: T tokens, H hidden size, K experts per token, L legs, C chunks, M = C + 
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -32,7 +31,7 @@ from ep_plugin.moe.across_nodes.routing import NodesRouting, routing_of
 from ep_plugin.moe.arguments import MOST_ROWS, address, bulk_ready, check_dispatch
 from ep_plugin.moe.high_throughput.dispatch import empty_rows
 from ep_plugin.moe.high_throughput.engine import DISPATCH_POOL
-from ep_plugin.moe.high_throughput.kernels import dispatch_send_args, plan_args
+from ep_plugin.moe.high_throughput.kernels import dispatch_send_args
 from ep_plugin.moe.in_flight import Operation, Tensors
 from ep_plugin.moe.layout import DispatchCall, DispatchHandle, DispatchResult
 from ep_plugin.moe.statistics import current_layer
@@ -200,40 +199,26 @@ class DispatchAcrossNodes(Operation):
         """Decides which rows cross to which node, plans this node's tokens, and gives all rows their places in the
         output. Returns the handle's totals. Without a capacity, the host waits for them."""
         nodes, call, engine = self._nodes, self._call, self._engine
-        ids, streams, padded = call.topk_ids, engine.streams, call.capacity is not None
-        T = len(ids)
-        with streams.on_own():
-            indices = nodes.table_index(ids)
-            # One more column takes the pairs that no node has.
-            needed = torch.zeros((T, nodes.num_nodes + 1), dtype=torch.bool, device=ids.device)
-            needed.scatter_(1, nodes.node_of[indices], True)
-            needed[:, nodes.node] = False
-            needed = needed[:, : nodes.num_nodes]
-            through = torch.nn.functional.pad(needed.to(torch.int32).cumsum(0, dtype=torch.int32), (0, 0, 1, 0))
-        counted = nodes.count(ids, padded)
-        counts = self._counts = nodes.exchange_counts(headers(_DISPATCH, T), counted, padded)
-        known = nodes.host_waits or padded
-        rows = counts.read() if known else ([0] * len(nodes.legs), [0] * len(nodes.legs))
-        own_ids = torch.empty(ids.shape, dtype=torch.int32, device=ids.device)
-        routing = NodesRouting.empty(nodes, own_ids, *rows)
-        nodes.enter()
-        with streams.on_own():
-            begins = nodes.begins(counted)
-            own_ids.copy_(ids)
-            for chunk, (first, last) in enumerate(itertools.pairwise(nodes.bounds(T))):
-                places = through[first + 1 : last + 1] - through[first] + (begins[chunk] - 1)
-                routing.rail_rows[first:last].copy_(torch.where(needed[first:last], places, -1))
-            routing.ids(0).copy_(nodes.local_id[indices])
-        ticket = self._notify(routing, headers)
+        header, padded = headers(_DISPATCH, len(call.topk_ids)), call.capacity is not None
+        own_ids = torch.empty(call.topk_ids.shape, dtype=torch.int32, device=engine.device)
+        rows = nodes.padded_rows() if padded else [0] * len(nodes.legs)
+        routing = NodesRouting.empty(nodes, own_ids, rows, rows)
         self._begun = routing.plan  # kernels write to it until the routing is copied
+        with engine.streams.on_own():
+            self._messages = nodes.messages()
+        nodes.enter()
+        self._lay_out(routing, header)
+        rows_of_legs = nodes.exchange_counts(header, self._messages, padded)
+        if nodes.host_waits:
+            rows_of_legs()  # checks that the ranks agree
+        ticket = self._notify(routing, headers)
         if call.capacity is not None:
             totals, slots = [call.capacity], nodes.padded_slots()
             self._totals = torch.full((1,), call.capacity, dtype=torch.int64, device="cpu")
         else:
             every = engine.wait_totals(ticket, nodes.num_segments)
             slots = every[:, _SLOTS].tolist()
-            if not known:
-                routing = routing.extended(*counts.read())
+            routing = routing.extended(*rows_of_legs())
             totals = self._add_totals(every, slots) + routing.sent + routing.received + slots
             self._totals = torch.tensor(totals, dtype=torch.int64, device="cpu")
         routing.make_recv_rows(slots)
@@ -241,45 +226,88 @@ class DispatchAcrossNodes(Operation):
         self._payload = self._payload._replace(ids=own_ids)
         return totals
 
-    def _notify(self, routing: NodesRouting, headers: Any) -> int:
-        """Plans this node's tokens, notifies all segments, and places their rows. Returns the last ticket."""
-        engine, capacity, ticket = self._engine, self._call.capacity, 0
-        engine.enter(
-            engine.dispatch_sms(routing.tokens[0], self._row_bytes, self._nodes.num_nodes, False).in_two_kernels()
+    def _lay_out(self, routing: NodesRouting, header: Any) -> None:
+        """Counts this rank's tokens, writes the messages for other nodes, and numbers the rows that cross."""
+        nodes, engine, ids = self._nodes, self._engine, self._call.topk_ids
+        args = _C.LayoutArgs(
+            ids=ids.data_ptr(),
+            nodes=nodes.struct,
+            messages=self._messages.data_ptr(),
+            rail_rows=routing.rail_rows.data_ptr(),
+            own_ids=routing.topk_ids.data_ptr(),
+            header=header,
+            num_tokens=ids.shape[0],
+            topk=ids.shape[1],
+            num_nodes=nodes.num_nodes,
+            id_bytes=ids.element_size(),
+            stream=engine.streams.own,
         )
-        plan = self._plan(routing, 0)
+        engine.kernels.layout(args)
+
+    def _notify(self, routing: NodesRouting, headers: Any) -> int:
+        """Plans this node's tokens, notifies all segments, and places all rows. Returns the last ticket."""
+        nodes, engine, capacity, ticket = self._nodes, self._engine, self._call.capacity, 0
+        engine.enter(engine.dispatch_sms(routing.tokens[0], self._row_bytes, nodes.num_nodes, False).in_two_kernels())
+        plan = self._plan(routing, 0, self._call.topk_ids)
         engine.kernels.plan(plan)
-        for number in range(self._nodes.num_segments):
+        for number in range(nodes.num_segments):
             ticket = 0 if capacity is not None else engine.next_ticket()
             args = _C.NotifyArgs(
                 comm=engine.comm,
                 routing=routing.struct(number),
                 header=headers(_DISPATCH, routing.tokens[number]),
+                nodes=nodes.struct,
+                origins=self._origins(number),
                 block_counts=plan.block_counts,
-                origins=0 if number == 0 else self._counts.origins[number - 1].data_ptr(),
                 ticket=ticket,
                 segment=number,
                 stream=engine.streams.own,
             )
             engine.kernels.notify(args)
-        with engine.streams.on_own():
-            routing.place(engine.config.expert_alignment if engine.flat else 1)
+        place = _C.PlaceArgs(
+            comm=engine.comm,
+            nodes=nodes.struct,
+            metas=routing.metas.data_ptr(),
+            messages=self._messages.data_ptr(),
+            rail_rows=routing.rail_rows.data_ptr(),
+            num_tokens=len(routing.rail_rows),
+            padded=0 if capacity is None else nodes.padded_rows()[0],
+            alignment=engine.config.expert_alignment if engine.flat else 1,
+            stream=engine.streams.own,
+        )
+        engine.kernels.place(place)
         return ticket
 
-    def _plan(self, routing: NodesRouting, number: int) -> _C.PlanArgs:
-        """Returns the arguments by which a segment's tokens are planned."""
-        engine = self._engine
+    def _origins(self, number: int) -> Any:
+        """Returns where the counts of a segment's tokens are."""
+        if number == 0:
+            return _C.Origins()
+        return _C.Origins(
+            messages=self._messages[1].data_ptr(),
+            chunk=number - 1,
+            padded=0 if self._call.capacity is None else self._nodes.padded_rows()[0],
+        )
+
+    def _plan(self, routing: NodesRouting, number: int, ids: torch.Tensor) -> _C.PlanArgs:
+        """Returns the arguments by which a segment's tokens are planned. ids: of all experts, ``[T_m, K]``."""
+        nodes, engine = self._nodes, self._engine
         words = _C.block_count_words(routing.tokens[number], engine.node_size, engine.node_experts)
         with engine.streams.on_own():
             self._block_counts = torch.empty(words, dtype=torch.int32, device=engine.device)
-        return plan_args(engine, routing.struct(number), routing.ids(number), self._block_counts, number > 0)
+        return _C.PlanArgs(
+            comm=engine.comm,
+            routing=routing.struct(number),
+            nodes=nodes.struct,
+            origins=self._origins(number),
+            ids=ids.data_ptr(),
+            id_bytes=ids.element_size(),
+            block_counts=self._block_counts.data_ptr(),
+            stream=engine.streams.own,
+        )
 
     def _plan_landed(self, routing: NodesRouting, number: int, ids: torch.Tensor) -> None:
         """Plans the tokens of other nodes in a segment. ids: as they have come."""
-        nodes, kernels = self._nodes, self._engine.kernels
-        with self._engine.streams.on_own():
-            routing.ids(number).copy_(nodes.local_id[nodes.table_index(ids)])
-        plan = self._plan(routing, number)
+        kernels, plan = self._engine.kernels, self._plan(routing, number, ids)
         kernels.plan(plan)
         kernels.positions(plan)
 
@@ -302,9 +330,6 @@ class DispatchAcrossNodes(Operation):
         packed = self._packed = self._payload.like(sum(routing.sent))
         self._landed = self._payload.like(sum(routing.received))
         self._nodes.enter()
-        if packed.ids is not None and self._call.capacity is not None:
-            with streams.on_own():
-                packed.ids.fill_(-1)  # the padding of a leg
         packing = engine.dispatch_sms(T, self._row_bytes, N, False).in_two_kernels()
         engine.enter(packing)
         args = _C.PackArgs(

@@ -7,19 +7,19 @@ Shapes: R ranks, N nodes of G ranks, E experts in all, E_n = E / N on each node,
 from __future__ import annotations
 
 import contextlib
-import itertools
+import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
 from ep_plugin import _C
 from ep_plugin.errors import CaptureRefused, DisagreementError, EpPluginError
-from ep_plugin.moe.across_nodes.tables import counts_of_nodes, expert_tables, output_order
+from ep_plugin.moe.across_nodes.tables import output_order, places_of_ranks
 from ep_plugin.moe.high_throughput.engine import HighThroughputEngine
 from ep_plugin.moe.high_throughput.load import HighThroughputLoad
-from ep_plugin.moe.legs import chunk_bounds, legs_of, num_chunks, num_origins, num_segments
+from ep_plugin.moe.legs import legs_of, num_chunks, num_origins, num_segments
 from ep_plugin.runtime.faults import DISAGREE_ON
 from ep_plugin.transport.rails import UnderWay
 
@@ -27,16 +27,8 @@ _HEADER = _C.header_fields
 _NUM_COMPARED = len(_HEADER) - 1  # all but num_tokens, the last one
 
 
-class Counts(NamedTuple):
-    """What came from the other ranks of a rail.
-
-    origins: int32 ``[C, O, 1 + G + E_n]``, of each leg that brings rows: their number, the rows for each rank of this
-    node and the pairs for each of its experts. read: returns the rows that each leg sends, and those that each brings.
-    """
-
-    origins: torch.Tensor
-    read: Callable[[], tuple[list[int], list[int]]]
-
+RowsOfLegs: TypeAlias = tuple[list[int], list[int]]
+"""The rows that each leg sends, and the rows that each leg brings."""
 
 Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 """A tensor that this rank sends on a leg, and a tensor that receives the message of the leg's source."""
@@ -80,24 +72,16 @@ class Nodes:
         """``[M * G * O]``, (segment * G + local rank) * O + origin of each source, in the order of the output's rows.
         Then the places that no source has."""
         engine.load = HighThroughputLoad(engine, self.layout, engine.local_experts, order)
-        self.rank_node = torch.tensor([node_map.node_of(rank) for rank in range(engine.size)], device=device).int()
-        """``[R]``: the node of each rank."""
-        self._counts_of_nodes = torch.tensor(counts_of_nodes(engine), device=device)
-        self._leg_index = torch.tensor([leg.chunk * self.num_nodes + leg.to for leg in self.legs], device=device)
-        self._sources = torch.tensor([leg.source for leg in self.legs[: self.num_nodes - 1]], device=device)
-        """``[O]``: the nodes whose tokens are in a segment, in their order."""
-        node_of, local_id = expert_tables(engine)
-        self.node_of = torch.tensor(node_of, device=device)
-        """``[E + 2]`` by expert id + 1: the node that holds the expert; N for -1 and for E."""
-        self.local_id = torch.tensor(local_id, dtype=torch.int32, device=device)
-        """``[E + 2]`` by expert id + 1: the expert's number on this node; -1: not on this node; E_n: no such id."""
-
-    def bounds(self, num_tokens: int) -> list[int]:
-        return chunk_bounds(num_tokens, self.chunks)
-
-    def table_index(self, ids: torch.Tensor) -> torch.Tensor:
-        """Returns the indices of `ids` in the tables. Ids may have any value."""
-        return ids.clamp(-1, self.engine.config.num_experts).long() + 1
+        self._rank_place = places_of_ranks(node_map, device)
+        self.struct = _C.Nodes(
+            rank_place=self._rank_place.data_ptr(),
+            num_ranks=engine.size,
+            num_experts=engine.config.num_experts,
+            num_chunks=self.chunks,
+            node=self.node,
+        )
+        """This group as kernels see it."""
+        self._message_words = _C.message_words(self.chunks, G, engine.node_experts)
 
     # -- sizes ---------------------------------------------------------------------------------------------------
 
@@ -151,70 +135,29 @@ class Nodes:
 
     # -- over the rail -------------------------------------------------------------------------------------------
 
-    def count(self, ids: torch.Tensor, padded: bool) -> torch.Tensor:
-        """Counts the rows of each chunk of tokens for each node, and their parts.
+    def messages(self) -> torch.Tensor:
+        """Makes the memory for the messages of one dispatch, int64 ``[2, N, message_words]`` (csrc/common/layout.h).
 
-        ids: ``[T, K]``, as dispatch has it. padded: the legs have the rows of `padded_rows`.
-
-        Returns int32 ``[C, N, 1 + G + E_n]``, made on the own stream: the rows for the node, the rows for each of its
-        ranks, and the pairs for each of its experts.
+        The first half is sent, the second one received. Nobody sends this node's message of the second half.
         """
-        engine, (T, K) = self.engine, ids.shape
-        R, N, E = engine.size, self.num_nodes, engine.config.num_experts
-        with engine.streams.on_own():
-            counts = torch.empty((self.chunks, R + N + E), dtype=torch.int32, device=ids.device)
-        for chunk, (first, last) in enumerate(itertools.pairwise(self.bounds(T))):
-            args = _C.LayoutArgs(
-                ids=ids.data_ptr() + first * K * ids.element_size(),
-                rank_node=self.rank_node.data_ptr(),
-                counts=counts[chunk].data_ptr(),
-                num_tokens=last - first,
-                topk=K,
-                num_ranks=R,
-                num_nodes=N,
-                num_experts=E,
-                id_bytes=ids.element_size(),
-                stream=engine.streams.own,
-            )
-            engine.kernels.layout(args)
-        with engine.streams.on_own():
-            counts = counts.index_select(1, self._counts_of_nodes).view(self.chunks, N, -1)
-            if padded:
-                counts[:, :, 0] = self.padded_rows()[0]
-            return counts
+        return torch.empty((2, self.num_nodes, self._message_words), dtype=torch.int64, device=self.engine.device)
 
-    def begins(self, counts: torch.Tensor) -> torch.Tensor:
-        """Returns int32 ``[C, N]``, where the rows of each leg begin in the buffer that the rail sends.
+    def exchange_counts(self, header: Any, messages: torch.Tensor, padded: bool) -> Callable[[], RowsOfLegs]:
+        """Exchanges the messages that layout has written on the own stream.
 
-        Works on torch's current stream. counts: as `count` has made them.
+        Returns a function that returns the rows that each leg sends, and those that each brings. padded: the legs have
+        the rows of `padded_rows`. Then the host waits for nothing on GPUs.
         """
-        rows = counts[:, :, 0].flatten().index_select(0, self._leg_index)
-        starts = rows.cumsum(0, dtype=torch.int32) - rows
-        return torch.zeros_like(counts[:, :, 0]).flatten().index_copy_(0, self._leg_index, starts).view(self.chunks, -1)
+        if padded and not self.host_waits:
+            self._exchange(messages)
+            return lambda: (self.padded_rows(), self.padded_rows())
+        read = self._exchange_and_read(header, messages)
 
-    def exchange_counts(self, header: Any, counts: torch.Tensor, padded: bool) -> Counts:
-        """Exchanges the header and the counts of `count` with every node.
-
-        padded: as in `count`. Then the host reads nothing on GPUs.
-        """
-        with self.engine.streams.on_own():
-            words = counts.transpose(0, 1).to(torch.int64)
-            words = torch.cat([words[:, :, 0], words[:, :, 1:].flatten(1)], 1)  # the rows first, for the host
-        landed, read = self._exchange(header, words, self.host_waits or not padded)
-        with self.engine.streams.on_own():
-            landed = landed.index_select(0, self._sources)
-            rows, parts = landed.tensor_split([self.chunks], 1)
-            parts = parts.view(len(landed), self.chunks, -1)
-            origins = torch.cat([rows.unsqueeze(2), parts], 2).transpose(0, 1).to(torch.int32).contiguous()
-
-        def rows_of_legs() -> tuple[list[int], list[int]]:
-            if padded:
-                known = self.padded_rows()
-                if self.host_waits:
-                    self._check_rows(known, read()[1])
-                return known, known
+        def rows_of_legs() -> RowsOfLegs:
             mine, theirs = read()
             self._check_counts(theirs)
+            if padded:
+                return self.padded_rows(), self.padded_rows()
             first = len(_HEADER)
             sent = [mine[leg.to][first + leg.chunk] for leg in self.legs]
             received = [theirs[leg.source][first + leg.chunk] for leg in self.legs]
@@ -226,7 +169,7 @@ class Nodes:
                 )
             return sent, received
 
-        return Counts(origins, rows_of_legs)
+        return functools.cache(rows_of_legs)
 
     def agree(self, header: Any, sent: Sequence[int], received: Sequence[int]) -> None:
         """Raises DisagreementError unless ranks of other nodes run the same operation with the same rows in each leg.
@@ -236,49 +179,38 @@ class Nodes:
         """
         if not self.host_waits:
             return
-        # As many words as in `exchange_counts`: messages of two sizes do not meet, so no rank would see a difference.
-        words = self._counts_of_nodes.numel() // self.num_nodes * self.chunks
-        counts = [[0] * words for _ in range(self.num_nodes)]
-        for leg, rows in zip(self.legs, sent, strict=True):
-            counts[leg.to][leg.chunk] = rows
-        _, read = self._exchange(header, torch.tensor(counts, dtype=torch.int64, device="cpu"), True)
-        self._check_rows(received, read()[1])
-
-    def _exchange(
-        self, header: Any, counts: torch.Tensor, host_reads: bool
-    ) -> tuple[torch.Tensor, Callable[[], tuple[list[list[int]], list[list[int]]]]]:
-        """Exchanges the header and `counts`, int64 ``[N, C * (1 + G + E_n)]``, first the rows of each chunk.
-
-        Returns all counts that came, ``[N, ...]``, and a function that waits for the header and rows that this rank has
-        sent to each node, and that each node has sent to it. Without `host_reads` the header is zeros and nobody may
-        call that function.
-        """
-        streams = self.engine.streams
+        # Messages as those of a dispatch: of two sizes they would not meet, and no rank would see a difference.
         words = [int(getattr(header, name)) for name in _HEADER]
-        with streams.on_own():
-            going = counts.new_zeros(self.num_nodes, len(words) + counts.shape[1])
-            if host_reads:
-                known = torch.tensor(words, dtype=torch.int64, device="cpu", pin_memory=counts.is_cuda)
-                going[:, : len(words)].copy_(known.to(counts.device, non_blocking=True))
-            going[:, len(words) :].copy_(counts)
-            both = torch.stack([going, going])  # nobody sends this node's row of the second half
-            landed = both[1]
-            nodes = self.engine.rails.nodes
-            under_way = self._start(
-                [(node, going[node].view(torch.uint8)) for node in nodes],
-                [(node, landed[node].view(torch.uint8)) for node in nodes],
-                "counts",
-            )
-            self.finish(under_way)
-            if host_reads:
-                copied = streams.to_host(both[:, :, : len(words) + self.chunks].contiguous())
+        going = [words + [0] * (self._message_words - len(words)) for _ in range(self.num_nodes)]
+        for leg, rows in zip(self.legs, sent, strict=True):
+            going[leg.to][len(words) + leg.chunk] = rows
+        messages = torch.tensor([going, going], dtype=torch.int64, device="cpu")
+        self._check_rows(received, self._exchange_and_read(header, messages)()[1])
+
+    def _exchange(self, messages: torch.Tensor) -> None:
+        """Sends the messages, and receives those of all other nodes."""
+        going, landed = messages.view(torch.uint8)
+        nodes = self.engine.rails.nodes
+        with self.engine.streams.on_own():
+            sends, receives = [(node, going[node]) for node in nodes], [(node, landed[node]) for node in nodes]
+            self.finish(self._start(sends, receives, "counts"))
+
+    def _exchange_and_read(
+        self, header: Any, messages: torch.Tensor
+    ) -> Callable[[], tuple[list[list[int]], list[list[int]]]]:
+        """Exchanges messages. Returns a function that waits for them on the host, and returns what this rank has sent
+        to each node, and what each node has sent to it."""
+        self._exchange(messages)
+        with self.engine.streams.on_own():
+            copied = self.engine.streams.to_host(messages)
+        words = [int(getattr(header, name)) for name in _HEADER]
 
         def read() -> tuple[list[list[int]], list[list[int]]]:
             mine, theirs = self._on_host(*copied)
             self._check_headers(words, theirs)
             return mine, theirs
 
-        return landed[:, len(words) :], read
+        return read
 
     def _on_host(self, copy: torch.Tensor, is_there: Callable[[], bool]) -> list[Any]:
         """Returns the values of a copy on the host, as `Streams.to_host` makes it. Waits for them with a deadline."""

@@ -24,7 +24,6 @@ from ep_plugin import _C
 from ep_plugin.moe.across_nodes.nodes import Nodes
 from ep_plugin.moe.arguments import check_handle_shapes, check_handle_tensors
 from ep_plugin.moe.layout import DispatchHandle, Routing
-from ep_plugin.moe.legs import num_origins
 
 _WORD_BYTES = 4
 _SLOTS, _ROWS, _MAX_ROWS, _MAX_SENT = _C.Total.SLOTS, _C.Total.ROWS, _C.Total.MAX_ROWS, _C.Total.MAX_SENT
@@ -65,10 +64,6 @@ class NodesRouting:
             routing.plan[: len(self.plan)].copy_(self.plan)
         return routing
 
-    def ids(self, segment: int) -> torch.Tensor:
-        """Returns a segment's ids of this node's experts, ``[T_m, K]``."""
-        return self._part(segment, 0, self.topk_ids.shape[1])
-
     def make_recv_rows(self, slots: Sequence[int]) -> torch.Tensor:
         self.slots = list(slots)
         self.recv_rows = self.plan.new_empty((sum(slots), self.topk_ids.shape[1]))
@@ -94,49 +89,6 @@ class NodesRouting:
             recv_rows=recv_rows,
             slots=slots,
         )
-
-    def place(self, aligned: int) -> None:
-        """Gives every segment the places of its rows in the common output.
-
-        It reads what notify has counted for each source and origin. aligned: the FLAT groups of experts begin at
-        multiples of this.
-        """
-        nodes, at, metas = self._nodes, self._nodes.layout, self.metas
-        G, origins, local = nodes.engine.node_size, num_origins(nodes.num_nodes), nodes.engine.local_experts
-
-        def part(first: int, width: int = 1) -> torch.Tensor:
-            return metas[:, first : first + G * origins * width].view(-1, G, origins, width)
-
-        pairs = part(at.origin_rows, local)
-        before, total = _starts_of(pairs.reshape(-1, local), nodes.order)
-        starts = (total + aligned - 1).div(aligned, rounding_mode="floor") * aligned
-        starts = torch.nn.functional.pad(starts.cumsum(0), (1, 0))
-        earlier = pairs.cumsum(2) - pairs  # the pairs of a source's earlier origins, which its positions count, too
-        part(at.flat_base, local).copy_((before + starts[:local]).view(pairs.shape) - earlier)
-        metas[:, at.expert_offset : at.expert_offset + local + 1].copy_(starts)
-        metas[:, at.expert_rows : at.expert_rows + local].copy_(total)
-        ends = part(at.origin_end)
-        slots = ends.diff(dim=2, prepend=torch.zeros_like(ends[:, :, :1]))
-        before, total = _starts_of(slots.reshape(-1, 1), nodes.order)
-        part(at.token_base).copy_(before.view(ends.shape) - (ends - slots))
-        metas[:, at.token_rows].copy_(total)
-
-    def _part(self, segment: int, first: int, width: int) -> torch.Tensor:
-        begin, tokens = self._begins[segment], self.tokens[segment]
-        return self.plan[begin + tokens * first :][: tokens * width].view(tokens, width)
-
-
-def _starts_of(counts: torch.Tensor, order: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes where the rows of each source begin.
-
-    counts: ``[S, X]``, rows of each source. order: ``[S]``, the sources in the order of their rows.
-
-    Returns int64 ``[S, X]``, the first row of each source, and int64 ``[X]``, the rows of all sources.
-    """
-    ordered = counts.index_select(0, order)
-    through = ordered.cumsum(0)
-    starts = torch.empty_like(through).index_copy_(0, order, through - ordered)
-    return starts, through[-1]
 
 
 def routing_of(nodes: Nodes, name: str, handle: DispatchHandle) -> tuple[Routing, NodesRouting]:

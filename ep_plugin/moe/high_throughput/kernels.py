@@ -16,24 +16,6 @@ from ep_plugin.moe.high_throughput.engine import HighThroughputEngine
 _TOKEN_MAJOR = int(_C.Layout.TOKEN_MAJOR)
 
 
-def plan_args(
-    engine: HighThroughputEngine, struct: Any, ids: torch.Tensor, block_counts: torch.Tensor, counted: bool
-) -> _C.PlanArgs:
-    """Returns the arguments of plan and positions.
-
-    ids: ``[T, K]``. block_counts: memory that they use. counted: whether notify has run before.
-    """
-    return _C.PlanArgs(
-        comm=engine.comm,
-        routing=struct,
-        ids=ids.data_ptr(),
-        id_bytes=ids.element_size(),
-        block_counts=block_counts.data_ptr(),
-        counted=int(counted),
-        stream=engine.streams.own,
-    )
-
-
 def dispatch_send_args(
     engine: HighThroughputEngine,
     struct: Any,

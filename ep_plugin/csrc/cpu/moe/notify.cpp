@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "common/nodes.h"
 #include "cpu/core/sync.h"
 #include "cpu/moe/kernels.h"
 
@@ -18,22 +19,17 @@ using Counts = std::vector<int32_t>;
 
 int keys_of(const Comm& comm) { return comm.num_ranks + local_experts(comm); }
 
-// The counts of one origin, as the caller gives them: [1 + R + E].
-const int32_t* origin_counts(const NotifyArgs& args, int origin) {
-  return at<const int32_t>(args.origins) + int64_t{origin} * (1 + args.comm.num_ranks + args.comm.num_experts);
-}
-
 // Adds up the counts of the origins, as this rank's counts. Returns the sum of their tokens.
 int64_t add_origins(const NotifyArgs& args, const Meta& meta) {
   const int keys = args.comm.num_ranks + args.comm.num_experts;
   int64_t tokens = 0;
   std::fill_n(meta.rank_count, keys, 0);  // expert_count follows it
   for (int origin = 0; origin < args.comm.num_origins; ++origin) {
-    const int32_t* counts = origin_counts(args, origin);
-    tokens += counts[0];
+    const OriginCounts counts = counts_of(args.comm, args.nodes, args.origins, origin);
+    tokens += counts.tokens;
     // The counts came from other nodes. A sum that wraps is refused by those who receive it, like any wrong count.
     for (int i = 0; i < keys; ++i)
-      meta.rank_count[i] = static_cast<int32_t>(static_cast<uint32_t>(meta.rank_count[i]) + counts[1 + i]);
+      meta.rank_count[i] = static_cast<int32_t>(static_cast<uint32_t>(meta.rank_count[i]) + counts.parts[i]);
   }
   return tokens;
 }
@@ -43,10 +39,10 @@ void send_origins(const Run& run, const NotifyArgs& args, int peer, uint64_t* wo
   const Comm& comm = run.comm;
   const int R = comm.num_ranks, per_rank = local_experts(comm);
   for (int origin = 0; origin < comm.num_origins; ++origin) {
-    const int32_t* counts = origin_counts(args, origin) + 1;
-    signal(words++, tagged(run.epoch, counts[peer]));
+    const int64_t* counts = counts_of(comm, args.nodes, args.origins, origin).parts;
+    signal(words++, tagged(run.epoch, static_cast<uint32_t>(counts[peer])));
     for (int local = 0; local < per_rank; ++local)
-      signal(words++, tagged(run.epoch, counts[R + peer * per_rank + local]));
+      signal(words++, tagged(run.epoch, static_cast<uint32_t>(counts[R + peer * per_rank + local])));
   }
 }
 
@@ -96,7 +92,7 @@ bool send_counts(const Run& run, const NotifyArgs& args) {
   }
   if (!hold_at_gate(run)) return false;
   Header mine = args.header;
-  if (args.origins != 0) mine.num_tokens = add_origins(args, meta);
+  if (args.origins.messages != 0) mine.num_tokens = add_origins(args, meta);
   const uint32_t* header = reinterpret_cast<const uint32_t*>(&mine);
   for (int peer = 0; peer < R; ++peer) {
     uint64_t* words = count_words(comm, peer, parity, comm.rank);

@@ -2,14 +2,19 @@
 // counts of the tokens for a rank, and of the pairs for an expert.
 #include <vector>
 
+#include "common/nodes.h"
 #include "cpu/core/sync.h"
 #include "cpu/moe/kernels.h"
 
 namespace ep::cpu {
 
 namespace {
-int64_t load_id(const PlanArgs& args, int64_t index) {
-  return args.id_bytes == 8 ? at<const int64_t>(args.ids)[index] : at<const int32_t>(args.ids)[index];
+// The pair's expert on this node, or -1.
+int32_t read_expert(const PlanArgs& args, int token, int64_t pair) {
+  const int64_t id = args.id_bytes == 8 ? at<const int64_t>(args.ids)[pair] : at<const int32_t>(args.ids)[pair];
+  if (id >= 0 && id < num_experts_of(args)) return on_this_node(args, static_cast<int>(id));
+  if (id != -1) fail(args.comm, kBadIds, kPlan, args.comm.rank, token, num_experts_of(args), id);
+  return -1;
 }
 }  // namespace
 
@@ -29,17 +34,14 @@ void plan(const PlanArgs& args) {
   for (int t = 0; t < T; ++t) {
     int32_t* to = send_pos + static_cast<int64_t>(t) * R;
     for (int r = 0; r < R; ++r) to[r] = -1;
+    const bool is_real = !is_padding(args, t);
     for (int k = 0; k < K; ++k) {
       const int64_t pair = static_cast<int64_t>(t) * K + k;
-      int64_t id = load_id(args, pair);
-      if (id < -1 || id >= E) {
-        fail(comm, kBadIds, kPlan, comm.rank, t, E, id);
-        id = -1;
-      }
-      ids[pair] = static_cast<int32_t>(id);
+      const int32_t id = is_real ? read_expert(args, t, pair) : -1;
+      ids[pair] = id;
       pair_pos[pair] = id < 0 ? -1 : expert_count[id]++;
       if (id < 0) continue;
-      const int r = static_cast<int>(id) / per_rank;
+      const int r = id / per_rank;
       if (to[r] < 0) to[r] = rank_count[r]++;
     }
     const int chunk = chunks.of(t);
@@ -47,7 +49,7 @@ void plan(const PlanArgs& args) {
       for (int r = 0; r < R; ++r) meta.send_chunk_end[r * kMaxChunks + chunk] = rank_count[r];
   }
   for (int i = 0; i < R + E; ++i) {  // expert_count follows rank_count
-    if (args.counted != 0 && meta.rank_count[i] != counts[i])
+    if (args.origins.messages != 0 && meta.rank_count[i] != counts[i])
       fail(comm, kBadCounts, kPlan, comm.rank, i, meta.rank_count[i], counts[i]);
     meta.rank_count[i] = counts[i];
   }

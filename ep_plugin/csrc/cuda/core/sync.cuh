@@ -37,6 +37,16 @@ __device__ __forceinline__ int lane_of_last_warp() {
   return static_cast<int>(threadIdx.x + kWarp) - static_cast<int>(blockDim.x);
 }
 
+// One warp: the sum of the values of this lane and all lanes below it.
+template <class T>
+__device__ __forceinline__ T sum_through(T value) {
+  for (int step = 1; step < kWarp; step *= 2) {
+    const T below = __shfl_up_sync(kAllLanes, value, step);
+    if (lane_id() >= step) value += below;
+  }
+  return value;
+}
+
 // Warps that share a list of items, and this warp's index among them. Consecutive indices are on different SMs, so that
 // a short list uses all SMs.
 struct Team {

@@ -8,6 +8,7 @@ namespace ep::cuda {
 void plan(const PlanArgs& args);
 void positions(const PlanArgs& args);
 void notify(const NotifyArgs& args);
+void place(const PlaceArgs& args);
 void dispatch_send(const DispatchSendArgs& args);
 void dispatch_recv(const DispatchRecvArgs& args);
 void combine_send(const CombineSendArgs& args);

@@ -1,14 +1,16 @@
-// Layout: counts the tokens of each rank, node and expert, and writes which tokens go to which rank.
+// Layout: counts the tokens of each rank, node and expert, writes which tokens go to which rank, and numbers those that
+// go to each other node.
 //
-// Roles. The counts are numbered: ranks, then nodes, then experts. The number of CTAs is a power of two, and a CTA owns
-// the counts whose number is its index modulo that. It also writes in_rank for the ranks that it owns. Every CTA reads
-// all ids and needs no other CTA, so nothing has to be zeroed before the kernel. The threads of a CTA share the pairs
-// of a tile of tokens. In shared memory each token has a word, with one bit for each count that the CTA owns. The pair
-// that sets a bit counts the token. The token's other pairs find the bit set.
-// Cost. Each CTA reads T * K ids, so the time grows with T * K as on one SM. It hardly depends on E: up to 1024 counts
-// there are 32 CTAs at most, and beyond one for each 32 counts.
-// Memory order. Each word of the outputs has one writer. The kernel touches this rank's memory only, and waits for
-// nothing.
+// Roles. Each chunk of tokens has a group of CTAs. The counts are numbered: ranks, then nodes, then experts. The number
+// of CTAs of a group is a power of two, and a CTA owns the counts whose number is its index modulo that. It also writes
+// in_rank for the ranks and rail_rows for the nodes that it owns. The first CTA of a group copies the ids. Every CTA
+// reads all ids of its chunk and needs no other CTA, so nothing has to be zeroed before the kernel. The threads of a
+// CTA share the pairs of a tile of tokens. In shared memory each token has a word, with one bit for each count that the
+// CTA owns. The pair that sets a bit counts the token. The token's other pairs find the bit set. Cost. Each CTA reads T
+// * K ids, so the time grows with T * K as on one SM. It hardly depends on E: up to 1024 counts there are 32 CTAs at
+// most, and beyond one for each 32 counts. Memory order. Each word of the outputs has one writer. The kernel touches
+// this rank's memory only, and waits for nothing.
+#include "common/nodes.h"
 #include "cuda/core/launch.cuh"
 #include "cuda/core/sync.cuh"
 #include "cuda/moe/kernels.h"
@@ -27,25 +29,27 @@ constexpr int kMaxPairsOfToken = INT32_MAX / kTileTokens - kThreads * kIdsAtOnce
 
 // The counts of this CTA in shared memory.
 struct Owned {
-  uint32_t* tokens;  // [kTileTokens] bit j: the token is in count number j * gridDim.x + blockIdx.x
+  uint32_t* tokens;  // [kTileTokens] bit j: the token is in count number j * ctas + index
   int32_t* counts;   // [kOwned]
+  unsigned ctas;     // of the chunk
+  unsigned index;    // of this CTA among them
 
   // Counts a token of the tile in the count with this number, once, if this CTA owns it.
   __device__ void count(int token, unsigned number) const {
-    if ((number & (gridDim.x - 1)) != blockIdx.x) return;
-    const unsigned index = number / gridDim.x;
+    if ((number & (ctas - 1)) != this->index) return;
+    const unsigned index = number / ctas;
     const uint32_t bit = 1u << index;
     if ((atomicOr(&tokens[token], bit) & bit) == 0) atomicAdd(&counts[index], 1);
   }
 };
 
 __device__ void count_pair(const LayoutArgs& args, const Owned& owned, int token, int expert) {
-  const int places = args.num_ranks + args.num_nodes;
+  const int R = args.nodes.num_ranks, places = R + args.num_nodes;
   owned.count(token, places + expert);
-  if (static_cast<int>(blockIdx.x) >= places) return;  // this CTA owns experts alone
-  const int rank = expert / (args.num_experts / args.num_ranks);
+  if (static_cast<int>(owned.index) >= places) return;  // this CTA owns experts alone
+  const int rank = expert / (args.nodes.num_experts / R);
   owned.count(token, rank);
-  if (args.num_nodes > 0) owned.count(token, args.num_ranks + at<const int32_t>(args.rank_node)[rank]);
+  if (args.num_nodes > 0) owned.count(token, R + node_of_rank(args, rank));
 }
 
 // Counts the pairs of `tokens` tokens from token `begin` on. Id: the type of the ids. All ids of a thread's turn are
@@ -53,33 +57,76 @@ __device__ void count_pair(const LayoutArgs& args, const Owned& owned, int token
 template <class Id>
 __device__ void count_tile(const LayoutArgs& args, const Owned& owned, int begin, int tokens) {
   const int pairs = tokens * args.topk;
-  const Id* ids = at<const Id>(args.ids) + static_cast<int64_t>(begin) * args.topk;
+  const int64_t first_pair = static_cast<int64_t>(begin) * args.topk;
+  const Id* ids = at<const Id>(args.ids) + first_pair;
+  int32_t* copy = args.messages == 0 || owned.index != 0 ? nullptr : at<int32_t>(args.own_ids) + first_pair;
   for (int first = threadIdx.x; first < pairs; first += kThreads * kIdsAtOnce) {
     Id loaded[kIdsAtOnce];
 #pragma unroll
     for (int i = 0; i < kIdsAtOnce; ++i) loaded[i] = first + i * kThreads < pairs ? ids[first + i * kThreads] : -1;
 #pragma unroll
-    for (int i = 0; i < kIdsAtOnce; ++i)
-      if (loaded[i] >= 0 && loaded[i] < args.num_experts)
-        count_pair(args, owned, (first + i * kThreads) / args.topk, static_cast<int>(loaded[i]));
+    for (int i = 0; i < kIdsAtOnce; ++i) {
+      const int pair = first + i * kThreads;
+      const int expert = loaded[i] >= 0 && loaded[i] < args.nodes.num_experts ? static_cast<int>(loaded[i]) : -1;
+      if (copy != nullptr && pair < pairs) copy[pair] = expert;
+      if (expert >= 0) count_pair(args, owned, pair / args.topk, expert);
+    }
   }
 }
 
 // Writes in_rank for the tokens of the tile and the ranks of this CTA.
 __device__ void write_in_rank(const LayoutArgs& args, const Owned& owned, int begin, int tokens) {
-  for (int rank = blockIdx.x, bit = 0; rank < args.num_ranks; rank += gridDim.x, ++bit)
+  const int R = args.nodes.num_ranks;
+  for (int rank = owned.index, bit = 0; rank < R; rank += owned.ctas, ++bit)
     for (int token = threadIdx.x; token < tokens; token += kThreads)
-      at<bool>(args.in_rank)[static_cast<int64_t>(begin + token) * args.num_ranks + rank] =
-          (owned.tokens[token] >> bit & 1u) != 0;
+      at<bool>(args.in_rank)[static_cast<int64_t>(begin + token) * R + rank] = (owned.tokens[token] >> bit & 1u) != 0;
+}
+
+// All threads: the sum of the values of the threads before this one. `total`: of all of them.
+__device__ int sum_before(int value, int* total) {
+  __shared__ int of_warps[kThreads / kWarp];
+  const int through = sum_through(value);
+  if (lane_id() == kWarp - 1) of_warps[warp_id()] = through;
+  __syncthreads();
+  int before = 0;
+  *total = 0;
+  for (int warp = 0; warp < kThreads / kWarp; ++warp) {
+    before += warp < warp_id() ? of_warps[warp] : 0;
+    *total += of_warps[warp];
+  }
+  __syncthreads();
+  return before + through - value;
+}
+
+// Numbers the tokens of the tile that go to each node of this CTA. All of the tile's tokens are in the counts.
+__device__ void number_rows(const LayoutArgs& args, const Owned& owned, int begin, int tokens) {
+  constexpr int kOfThread = kTileTokens / kThreads;  // consecutive tokens
+  const int R = args.nodes.num_ranks, N = args.num_nodes, first = threadIdx.x * kOfThread;
+  for (int bit = 0; bit < kOwned; ++bit) {
+    const int node = bit * static_cast<int>(owned.ctas) + static_cast<int>(owned.index) - R;
+    if (node < 0 || node >= N) continue;  // the same for all threads
+    const bool leaves = node != args.nodes.node;
+    int goes = 0, total;
+    for (int i = 0; i < kOfThread; ++i) goes += first + i < tokens && (owned.tokens[first + i] >> bit & 1u) != 0;
+    int number = sum_before(goes, &total);
+    number += owned.counts[bit] - total;
+    int32_t* rows = at<int32_t>(args.rail_rows) + static_cast<int64_t>(begin) * N + node;
+    for (int token = first; token < first + kOfThread && token < tokens; ++token)
+      rows[static_cast<int64_t>(token) * N] = (owned.tokens[token] >> bit & 1u) != 0 && leaves ? number++ : -1;
+  }
 }
 
 __global__ void __launch_bounds__(kThreads, 1) ep_layout(const __grid_constant__ LayoutArgs args) {
   __shared__ uint32_t tokens_of_tile[kTileTokens];
   __shared__ int32_t counts_of_cta[kOwned];
-  const Owned owned{tokens_of_tile, counts_of_cta};
+  const int chunks = num_chunks_of(args);
+  const unsigned ctas = gridDim.x / chunks, index = blockIdx.x % ctas;
+  const int chunk = static_cast<int>(blockIdx.x / ctas);
+  const int end = chunk_begin(args.num_tokens, chunk + 1, chunks);
+  const Owned owned{tokens_of_tile, counts_of_cta, ctas, index};
   if (threadIdx.x < kOwned) owned.counts[threadIdx.x] = 0;
-  for (int begin = 0; begin < args.num_tokens; begin += kTileTokens) {
-    const int tokens = min(kTileTokens, args.num_tokens - begin);
+  for (int begin = chunk_begin(args.num_tokens, chunk, chunks); begin < end; begin += kTileTokens) {
+    const int tokens = min(kTileTokens, end - begin);
     for (int token = threadIdx.x; token < tokens; token += kThreads) owned.tokens[token] = 0;
     __syncthreads();
     if (args.id_bytes == 8)
@@ -87,28 +134,40 @@ __global__ void __launch_bounds__(kThreads, 1) ep_layout(const __grid_constant__
     else
       count_tile<int32_t>(args, owned, begin, tokens);
     __syncthreads();
-    if (args.in_rank != 0)
-      write_in_rank(args, owned, begin, tokens);  // each thread reads the words that it zeroes next
+    if (args.in_rank != 0) write_in_rank(args, owned, begin, tokens);
+    if (args.messages != 0) number_rows(args, owned, begin, tokens);
+    __syncthreads();
   }
-  const int64_t number = static_cast<int64_t>(threadIdx.x) * gridDim.x + blockIdx.x;
-  if (threadIdx.x < kOwned && number < int64_t{args.num_ranks} + args.num_nodes + args.num_experts)
-    at<int32_t>(args.counts)[number] = owned.counts[threadIdx.x];
+  const CountPlaces places(args);
+  const int64_t number = static_cast<int64_t>(threadIdx.x) * ctas + index;
+  if (threadIdx.x < kOwned && number < int64_t{args.nodes.num_ranks} + args.num_nodes + args.nodes.num_experts)
+    places.write(chunk, static_cast<int>(number), owned.counts[threadIdx.x]);
+  if (args.messages == 0 || blockIdx.x != 0) return;
+  const int64_t* header = reinterpret_cast<const int64_t*>(&args.header);
+  for (int i = threadIdx.x; i < args.num_nodes * kHeaderFields; i += kThreads)
+    places.message(i / kHeaderFields)[i % kHeaderFields] = header[i % kHeaderFields];
 }
 
 }  // namespace
 
 void layout(const LayoutArgs& args) {
+  const int R = args.nodes.num_ranks, E = args.nodes.num_experts, N = args.num_nodes;
   require(args.num_tokens >= 0, "num_tokens", "0 or more", args.num_tokens);
   require(args.topk >= 0 && args.topk <= kMaxPairsOfToken, "topk", "0 to 520191 on CUDA", args.topk);
-  require(args.num_ranks >= 1, "num_ranks", "1 or more", args.num_ranks);
-  require(args.num_experts >= args.num_ranks && args.num_experts % args.num_ranks == 0, "num_experts",
-          "a multiple of num_ranks", args.num_experts);
-  require(args.num_nodes >= 0 && args.num_nodes <= args.num_ranks, "num_nodes", "0 to num_ranks", args.num_nodes);
+  require(R >= 1, "num_ranks", "1 or more", R);
+  require(E >= R && E % R == 0, "num_experts", "a multiple of num_ranks", E);
+  require(N >= 0 && N <= R, "num_nodes", "0 to num_ranks", N);
   require(args.id_bytes == 4 || args.id_bytes == 8, "id_bytes", "4 or 8", args.id_bytes);
-  const int64_t counts = int64_t{args.num_ranks} + args.num_nodes + args.num_experts;
+  if (args.messages != 0) {
+    require(N >= 1 && R % N == 0, "num_nodes", "a divisor of num_ranks", N);
+    require(args.nodes.num_chunks >= 1, "num_chunks", "1 or more", args.nodes.num_chunks);
+    require(args.num_tokens == 0 || args.rail_rows != 0, "rail_rows", "an address", 0);
+    require(args.num_tokens == 0 || args.topk == 0 || args.own_ids != 0, "own_ids", "an address", 0);
+  }
+  const int64_t counts = int64_t{R} + N + E;
   int64_t ctas = 1;
   while ((ctas < kCtas && ctas < counts) || ctas * kOwned < counts) ctas *= 2;
-  launch<ep_layout>("layout", ctas, kThreads, 0, args.stream, args);
+  launch<ep_layout>("layout", ctas * num_chunks_of(args), kThreads, 0, args.stream, args);
 }
 
 }  // namespace ep::cuda

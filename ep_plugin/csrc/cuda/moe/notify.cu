@@ -12,6 +12,7 @@
 // Memory order. Count words are relaxed: each is complete by itself. The totals are stored before the ticket, which has
 // release order at system scope because the host reads them.
 // Nothing from a count row is used as a bound or an index before it is checked.
+#include "common/nodes.h"
 #include "cuda/core/launch.cuh"
 #include "cuda/moe/kernels.h"
 #include "cuda/moe/positions.cuh"
@@ -61,11 +62,6 @@ struct OriginWord {
       : origin(index / (1 + local_experts(comm))), local(index % (1 + local_experts(comm)) - 1) {}
 };
 
-// The counts of one origin, as the caller gives them: [1 + R + E].
-__device__ const int32_t* origin_counts(const NotifyArgs& args, int origin) {
-  return at<const int32_t>(args.origins) + int64_t{origin} * (1 + num_keys(args.comm));
-}
-
 // One warp: writes this rank's count row to `peer`.
 __device__ void send_counts(const Run& run, const NotifyArgs& args, int peer, const Shared& shared) {
   const Comm& comm = run.comm;
@@ -81,8 +77,9 @@ __device__ void send_counts(const Run& run, const NotifyArgs& args, int peer, co
   }
   for (int i = for_origins + lane_id(); i < words; i += kWarp) {
     const OriginWord word(comm, i - for_origins);
-    const int count = 1 + (word.local < 0 ? peer : R + peer * local_experts(comm) + word.local);
-    peer::store(to + i, tagged(run.epoch, origin_counts(args, word.origin)[count]));
+    const int key = word.local < 0 ? peer : R + peer * local_experts(comm) + word.local;
+    const int64_t count = counts_of(comm, args.nodes, args.origins, word.origin).parts[key];
+    peer::store(to + i, tagged(run.epoch, static_cast<uint32_t>(count)));
   }
 }
 
@@ -274,10 +271,7 @@ __device__ bool lay_out_experts(const Run& run, const NotifyArgs& args) {
   }
   if (!__all_sync(kAllLanes, ok)) return false;
   int64_t start = -through;
-  for (int step = 1; step < kWarp; step *= 2) {
-    const int64_t below = __shfl_up_sync(kAllLanes, through, step);
-    if (lane_id() >= step) through += below;
-  }
+  through = sum_through(through);
   start += through;
   for (int local = begin; local < end; ++local) {
     int64_t rows = 0;
@@ -319,7 +313,10 @@ __device__ void publish_totals(const NotifyArgs& args, const Shared& shared) {
 __device__ void sum_origins(const NotifyArgs& args, Shared& shared) {
   for (int i = threadIdx.x; i <= num_keys(args.comm); i += blockDim.x) {
     int64_t sum = 0;
-    for (int origin = 0; origin < args.comm.num_origins; ++origin) sum += origin_counts(args, origin)[i];
+    for (int origin = 0; origin < args.comm.num_origins; ++origin) {
+      const OriginCounts of_origin = counts_of(args.comm, args.nodes, args.origins, origin);
+      sum += i == 0 ? of_origin.tokens : of_origin.parts[i - 1];
+    }
     if (i == 0)
       shared.own_tokens = sum;
     else
@@ -330,7 +327,7 @@ __device__ void sum_origins(const NotifyArgs& args, Shared& shared) {
 
 // All threads: sums the counts of all blocks or origins, in shared memory, and writes them to the handle.
 __device__ void count_all(const NotifyArgs& args, Shared& shared) {
-  if (args.origins != 0) {
+  if (args.origins.messages != 0) {
     sum_origins(args, shared);
   } else {
     if (threadIdx.x == 0) shared.own_tokens = args.header.num_tokens;
@@ -430,9 +427,9 @@ void positions(const PlanArgs& args) {
 void notify(const NotifyArgs& args) {
   require_comm(args.comm);
   require_routing(args.routing);
-  if (args.origins == 0) require_rows("block_counts", args.block_counts);
+  if (args.origins.messages == 0) require_rows("block_counts", args.block_counts);
   const int64_t words = shared_words(args.comm.num_ranks, args.comm.num_experts);
-  if (args.origins != 0)  // it may follow another notify, and reads the epoch that this one advances
+  if (args.origins.messages != 0)  // it may follow another notify, and reads the epoch that this one advances
     return launch<ep_notify>("notify", 1, kNotifyThreads, 4 * words, args.stream, args);
   const int64_t ctas = 1 + static_cast<int64_t>(plan_blocks(args.routing.num_tokens));
   launch_early<ep_notify>("notify", ctas, kNotifyThreads, 4 * words, args.stream, args);

@@ -4,6 +4,7 @@
 // Roles. Each CTA counts one block of tokens in shared memory, and writes the int32 copy of the block's ids.
 // Buffers. block_counts[block] is the tokens for each rank, then the pairs for each expert (common/layout.h).
 // Memory order. Each word has one writer. Notify reads the words after this kernel has ended.
+#include "common/nodes.h"
 #include "cuda/core/launch.cuh"
 #include "cuda/moe/kernels.h"
 #include "cuda/moe/tokens.cuh"
@@ -14,14 +15,14 @@ namespace {
 
 constexpr int kPlanThreads = 256;
 
-// Returns the pair's expert, or -1 if the pair is dropped. An id that is no expert is a fault, and counts as dropped.
-__device__ int read_expert(const PlanArgs& args, int64_t pair) {
+// Returns the pair's expert on this node, or -1 if the pair is dropped. An id that is no expert is a fault, and counts
+// as dropped.
+__device__ int read_expert(const PlanArgs& args, int token, int64_t pair) {
+  if (is_padding(args, token)) return -1;
   const int64_t id = args.id_bytes == 8 ? at<const int64_t>(args.ids)[pair] : at<const int32_t>(args.ids)[pair];
-  if (id >= 0 && id < args.comm.num_experts) return static_cast<int>(id);
-  if (id != -1) {
-    const int token = static_cast<int>(pair / args.routing.topk);
-    fail(args.comm, kBadIds, kPlan, args.comm.rank, token, args.comm.num_experts, id);
-  }
+  const int num_experts = num_experts_of(args);
+  if (id >= 0 && id < num_experts) return on_this_node(args, static_cast<int>(id));
+  if (id != -1) fail(args.comm, kBadIds, kPlan, args.comm.rank, token, num_experts, id);
   return -1;
 }
 
@@ -38,7 +39,7 @@ __device__ __forceinline__ void count_block(const PlanArgs& args, const Block& b
       if (token >= block.end || k >= warp.topk) continue;
       const int64_t pair = static_cast<int64_t>(token) * warp.topk + k;
       int32_t* id = at<int32_t>(args.routing.topk_ids) + pair;
-      const int expert = kFirst ? read_expert(args, pair) : *id;
+      const int expert = kFirst ? read_expert(args, token, pair) : *id;
       bits |= warp.rank_bit(expert, base);
       if (!kFirst) continue;
       *id = expert;
