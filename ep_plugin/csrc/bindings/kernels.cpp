@@ -21,7 +21,11 @@ void bind_constants(py::module_& m) {
   m.attr("scale_block") = kScaleBlock;
   m.attr("state_bytes") = sizeof(State);
   m.attr("waited_offset") = offsetof(State, waited_ns);
-  bind_enum(m, "Op", {{"DISPATCH", kOpDispatch}, {"CACHED_DISPATCH", kOpCachedDispatch}, {"COMBINE", kOpCombine}});
+  bind_enum(m, "Op",
+            {{"DISPATCH", kOpDispatch},
+             {"CACHED_DISPATCH", kOpCachedDispatch},
+             {"COMBINE", kOpCombine},
+             {"DISPATCH_WITH_CAPACITY", kOpDispatchWithCapacity}});
   bind_enum(m, "Layout", {{"FLAT", kFlat}, {"TOKEN_MAJOR", kTokenMajor}});
   bind_enum(m, "Pool", {{"DISPATCH", kDispatchPool}, {"COMBINE", kCombinePool}});
   bind_enum(m, "Step",

@@ -96,7 +96,8 @@ constexpr int kHeaderFields = 9;
 constexpr int kComparedFields = 8;
 static_assert(sizeof(Header) == kHeaderFields * 8, "Header is a plain list of words");
 
-enum Op : int64_t { kOpDispatch = 1, kOpCachedDispatch = 2, kOpCombine = 3 };
+// A dispatch with a capacity is an operation of its own over several nodes, where messages then have another size.
+enum Op : int64_t { kOpDispatch = 1, kOpCachedDispatch = 2, kOpCombine = 3, kOpDispatchWithCapacity = 4 };
 enum Layout : int32_t { kFlat = 0, kTokenMajor = 1 };
 enum Pool : int32_t { kDispatchPool = 0, kCombinePool = 1 };
 enum Step : int32_t {

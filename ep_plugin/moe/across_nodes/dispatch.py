@@ -37,6 +37,7 @@ from ep_plugin.moe.layout import DispatchCall, DispatchHandle, DispatchResult
 from ep_plugin.moe.statistics import current_layer
 
 _DISPATCH, _CACHED = int(_C.Op.DISPATCH), int(_C.Op.CACHED_DISPATCH)
+_WITH_CAPACITY = int(_C.Op.DISPATCH_WITH_CAPACITY)
 _SLOTS, _ROWS, _MAX_ROWS, _MAX_SENT = _C.Total.SLOTS, _C.Total.ROWS, _C.Total.MAX_ROWS, _C.Total.MAX_SENT
 
 
@@ -199,7 +200,9 @@ class DispatchAcrossNodes(Operation):
         """Decides which rows cross to which node, plans this node's tokens, and gives all rows their places in the
         output. Returns the handle's totals. Without a capacity, the host waits for them."""
         nodes, call, engine = self._nodes, self._call, self._engine
-        header, padded = headers(_DISPATCH, len(call.topk_ids)), call.capacity is not None
+        padded = call.capacity is not None
+        self._op = _WITH_CAPACITY if padded else _DISPATCH
+        header = headers(self._op, len(call.topk_ids))
         own_ids = torch.empty(call.topk_ids.shape, dtype=torch.int32, device=engine.device)
         rows = nodes.padded_rows() if padded else [0] * len(nodes.legs)
         routing = NodesRouting.empty(nodes, own_ids, rows, rows)
@@ -255,7 +258,7 @@ class DispatchAcrossNodes(Operation):
             args = _C.NotifyArgs(
                 comm=engine.comm,
                 routing=routing.struct(number),
-                header=headers(_DISPATCH, routing.tokens[number]),
+                header=headers(self._op, routing.tokens[number]),
                 nodes=nodes.struct,
                 origins=self._origins(number),
                 block_counts=plan.block_counts,
