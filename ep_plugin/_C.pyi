@@ -417,6 +417,19 @@ class GpuMessages(MessageQueue):
     def __init__(self, comm: Comm, board: int, budget: SmBudget, device: int, /, calls: object = None) -> None:
         """calls: an object whose methods take the place of CUDA in tests (csrc/control/gpu_messages.h)."""
 
+class NcclRail:
+    """Messages of a rail over NCCL (csrc/control/nccl_rail.h)."""
+
+    def __init__(
+        self, functions: Sequence[int], comm: int, stream: int, device: int, word: int, *, calls: object = None
+    ) -> None:
+        """functions: the addresses of NCCL's functions. calls: an object whose methods take the place of CUDA in
+        tests."""
+    def start(self, after: int, number: int, messages: Sequence[tuple[int, int, int, bool]], /) -> int:
+        """messages: of each the node, the address and bytes of its memory, and whether it is sent."""
+    def gather(self, after: int, number: int, source: int, to: int, nbytes: int, /) -> int: ...
+    def wait(self, ticket: int, stream: int, /) -> None: ...
+
 class Messages:
     """Starts messages inside the node, and waits for all messages of a call."""
 

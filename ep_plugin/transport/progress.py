@@ -1,9 +1,10 @@
 """Shows the host which operation of a rail a device has come to.
 
-The operations of an NCCL communicator run one after the other, in a stream of its own, and wait for peers there without
-a deadline. A stream beside it waits for the same: when an operation's turn comes it writes the operation's number to
-pinned host memory, and 0 when the operation is over. The host reads that memory and calls nothing of CUDA, so it
-disturbs no capture of a graph. In a graph the writes are captured, too; a counter then tells its replays apart.
+The operations of an NCCL communicator run one after the other, in one stream, and wait for peers there without a
+deadline. When an operation's turn comes, the rail's stream writes the operation's number to pinned host memory, and 0
+when the operation is over. If NCCL runs the operation in a stream of its own, the rail's stream waits for the same. The
+host reads that memory and calls nothing of CUDA, so it disturbs no capture of a graph. In a graph the writes are
+captured, too; a counter then tells its replays apart.
 """
 
 from __future__ import annotations
@@ -19,7 +20,12 @@ _NUMBERS = 4096  # of operations on their way, and of captured ones
 
 
 class Progress:
-    """Follows the operations of one rail on one GPU."""
+    """Follows the operations of one rail on one GPU.
+
+    is_written: whether the operations outside of captures write their numbers themselves, in the rail's stream.
+    """
+
+    is_written = False
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -34,7 +40,8 @@ class Progress:
         torch.cuda.current_stream(device).synchronize()  # the numbers are there
 
     def begin(self, owner: Any, what: str) -> int:
-        """Numbers an operation that is about to begin after the current stream, and returns the number.
+        """Numbers an operation that is about to begin after the current stream. Returns the number that the operation
+        has to write itself; 0: none.
 
         Args:
             owner: the communicator that `running` names.
@@ -44,16 +51,19 @@ class Progress:
         if captured:
             self._captured.add(number)
         self._what[number] = owner, what
+        if self.is_written and not captured:
+            return number
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             self._words[:1].copy_(self._numbers[number : number + 1], non_blocking=True)
             if captured:
                 self._counter.add_(1)
                 self._words[1:].copy_(self._counter, non_blocking=True)
-        return number
+        return 0
 
     def follow(self, work: Any) -> torch.cuda.Event | None:
-        """Follows an operation that has begun. In a capture, returns the event after which the graph has all of it."""
+        """Follows an operation that has begun and writes no number. In a capture, returns the event after which the
+        graph has all of it."""
         with torch.cuda.stream(self._stream):
             work.wait()
             self._words[:1].copy_(self._numbers[:1], non_blocking=True)
@@ -62,6 +72,17 @@ class Progress:
             over = torch.cuda.Event()
             over.record(self._stream)
             return over
+
+    @property
+    def stream(self) -> int:
+        """The rail's stream."""
+        stream: int = self._stream.cuda_stream
+        return stream
+
+    @property
+    def word(self) -> int:
+        """The address of the number of the operation whose turn it is."""
+        return self._words.data_ptr()
 
     def settle(self) -> None:
         """Orders the current stream after all operations that have begun."""

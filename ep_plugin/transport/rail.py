@@ -17,6 +17,7 @@ import atexit
 import contextlib
 import ctypes
 import datetime
+import functools
 import os
 import threading
 from collections.abc import Sequence
@@ -27,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from ep_plugin import env
+from ep_plugin import _C, env
 from ep_plugin.transport.groups import backend_of
 from ep_plugin.transport.progress import Progress
 from ep_plugin.transport.threads import call_in_thread
@@ -41,6 +42,7 @@ _NCCL = {
     "ProcessGroupNCCL2": "ProcessGroupNCCL2",
     "ProcessGroupNCCLLazy": "ProcessGroupNCCL2",
 }
+_NCCL_FUNCTIONS = ("ncclGroupStart", "ncclGroupEnd", "ncclSend", "ncclRecv", "ncclAllGather", "ncclGetErrorString")
 _GRAPHS_S = 1.0  # how long the abort of a rail waits for CUDA graphs; kernels of NCCL end sooner
 
 
@@ -67,6 +69,19 @@ class _OnStream(NamedTuple):
         self.work.synchronize()
 
 
+class _Started(NamedTuple):
+    """Messages that NCCL has started without PyTorch. It holds their memory."""
+
+    direct: _C.NcclRail
+    ticket: int
+    device: torch.device
+    tensors: Any
+
+    def wait(self) -> None:
+        """Orders torch's current stream after the messages."""
+        self.direct.wait(self.ticket, _current_stream(self.device))
+
+
 class User(Protocol):
     """Is what a rail knows of a communicator that uses it."""
 
@@ -85,20 +100,31 @@ class Rail:
         captures: whether a CUDA graph can capture the messages.
         held: whether CUDA graphs may have its operations. NCCL ends a communicator when the last of them is gone.
         progress: says which works the device has come to; None where the host waits.
+        direct: starts messages without the backend; None where only the backend can.
     """
 
-    def __init__(self, backend: Any, ident: str, progress: Progress | None = None) -> None:
-        self._backend, self.ident, self.progress = backend, ident, progress
+    def __init__(
+        self, backend: Any, ident: str, progress: Progress | None = None, direct: _C.NcclRail | None = None
+    ) -> None:
+        self._backend, self.ident, self.progress, self._direct = backend, ident, progress, direct
         self.users: set[User] = set()
         self.gathers = self.together = self.captures = progress is not None
         self._ended = self.held = False
 
-    def begin(self, messages: Sequence[Message]) -> list[Any]:
+    def begin(self, messages: Sequence[Message], number: int = 0) -> list[Any]:
         """Begins the messages, and returns the work of each, or if they begin together one work for all.
+
+        number: what the messages write while it is their turn (Progress.begin).
 
         RuntimeError when the backend refuses one or has ended.
         """
         self._refuse_if_ended()
+        if self._direct is not None:
+            device = messages[0][1].device
+            given = [(node, tensor.data_ptr(), tensor.numel(), sent) for node, tensor, sent, _ in messages]
+            return [
+                _Started(self._direct, self._direct.start(_current_stream(device), number, given), device, messages)
+            ]
         backend, together = self._backend, self.together
         works, node = [], -1
         if together:
@@ -114,9 +140,13 @@ class Rail:
             raise NotBegun(node, error) from error
         return [_OnStream(backend._end_coalescing())] if together else works
 
-    def gather(self, everyones: torch.Tensor, part: torch.Tensor) -> Any:
-        """Begins to fill `everyones` with the `part` of every node, by node."""
+    def gather(self, everyones: torch.Tensor, part: torch.Tensor, number: int = 0) -> Any:
+        """Begins to fill `everyones` with the `part` of every node, by node. number: as in `begin`."""
         self._refuse_if_ended()
+        if self._direct is not None:
+            device, addresses = part.device, (part.data_ptr(), everyones.data_ptr())
+            ticket = self._direct.gather(_current_stream(device), number, *addresses, part.numel())
+            return _Started(self._direct, ticket, device, (everyones, part))
         work = self._backend._allgather_base(everyones, part)
         return _OnStream(work) if self.together else work
 
@@ -176,7 +206,7 @@ class GroupRail:
         """ranks: for each node, the rank of the group that is on this rail."""
         self._group, self._ranks, self.together = group, ranks, together
 
-    def begin(self, messages: Sequence[Message]) -> list[Any]:
+    def begin(self, messages: Sequence[Message], number: int = 0) -> list[Any]:
         group, ranks = self._group, self._ranks
         if type(group) is dist.ProcessGroup and self.together:
             operations = [
@@ -196,7 +226,7 @@ class GroupRail:
                 raise NotBegun(node, error) from error
         return works
 
-    def gather(self, everyones: torch.Tensor, part: torch.Tensor) -> Any:
+    def gather(self, everyones: torch.Tensor, part: torch.Tensor, number: int = 0) -> Any:
         raise NotImplementedError("a group's messages are sent and received")
 
     def interrupt(self, node: int, tag: int, user: User, reason: str) -> None:
@@ -290,7 +320,11 @@ def _connected(
         # A connection of its own to the store: a rank that is late blocks it.
         backend = _connect_nccl(kind, store.clone(), node, num_nodes, _nccl_options(theirs), device, timeout_s)
         # When it is connected, all ranks have read the keys, of which each class of PyTorch sets one.
-        rail, keys = Rail(backend, ident, Progress(device)), ["0", "nccl2/nccl_storekey_0"] if node == 0 else []
+        progress = Progress(device)
+        direct = _direct(backend, device, progress)
+        progress.is_written = direct is not None
+        rail = Rail(backend, ident, progress, direct)
+        keys = ["0", "nccl2/nccl_storekey_0"] if node == 0 else []
     elif device.type == "cpu" and c10d.is_gloo_available() and isinstance(theirs, c10d.ProcessGroupGloo):
         options = _gloo_options(theirs, timeout_s)
         rail = Rail(c10d.ProcessGroupGloo(store, node, num_nodes, options), ident)
@@ -360,6 +394,42 @@ def _connect_nccl(
     if error is not None:
         raise error
     return backend
+
+
+def _direct(backend: Any, device: torch.device, progress: Progress) -> _C.NcclRail | None:
+    """Returns what starts messages on the communicator of `backend` without it. None if PyTorch does not name the
+    communicator, or if its NCCL cannot be found: then the backend starts them, in ten times as long."""
+    named = getattr(backend, "_comm_ptr", None)
+    functions = _nccl_functions() if named is not None else None
+    if named is None or functions is None:
+        return None
+    with torch.cuda.device(device):
+        comm = named()
+    return _C.NcclRail(functions, comm, progress.stream, device.index, progress.word) if comm else None
+
+
+@functools.cache
+def _nccl_functions() -> list[int] | None:
+    """Returns the addresses of the functions of PyTorch's NCCL, as csrc/control/nccl_rail.h orders them, or None."""
+    try:
+        loaded = ctypes.CDLL("libnccl.so.2", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+        number = ctypes.c_int()
+        if loaded.ncclGetVersion(ctypes.byref(number)) != 0 or number.value != _nccl_version():
+            return None  # PyTorch has one of its own
+        return [ctypes.cast(getattr(loaded, name), ctypes.c_void_p).value or 0 for name in _NCCL_FUNCTIONS]
+    except (OSError, AttributeError):
+        return None
+
+
+def _nccl_version() -> int:
+    """Returns the version of PyTorch's NCCL as NCCL numbers it, such as 22809."""
+    major, minor, patch = torch.cuda.nccl.version()[:3]
+    return major * 10000 + minor * 100 + patch
+
+
+def _current_stream(device: torch.device) -> int:
+    stream: int = torch._C._cuda_getCurrentRawStream(device.index)
+    return stream
 
 
 def _greet(rail: Rail, node: int, num_nodes: int, timeout_s: float) -> None:

@@ -150,7 +150,7 @@ class Rails:
         everyones = part.new_empty(len(self._ranks) * part.numel())
         nbytes = len(self.nodes) * part.numel()
         self.bytes_received += nbytes
-        works, captured = self._begin(opened, "", nbytes, lambda: [opened.gather(everyones, part)])
+        works, captured = self._begin(opened, "", nbytes, lambda number: [opened.gather(everyones, part, number)])
         arrived = everyones.chunk(len(self._ranks))
         copies = [(arrived[node], into) for node, into in landing.items()]
         return UnderWay(works=[(None, work) for work in works], copies=copies, captured=captured)
@@ -183,18 +183,18 @@ class Rails:
         return UnderWay(works=list(zip(nodes, works, strict=True)), what=what, captured=captured)
 
     def _begin(
-        self, opened: Rail | GroupRail, what: str, nbytes: int, begin: Callable[[], list[Any]]
+        self, opened: Rail | GroupRail, what: str, nbytes: int, begin: Callable[[int], list[Any]]
     ) -> tuple[list[Any], torch.cuda.Event | None]:
-        """Calls `begin`, which sends `nbytes` bytes, and returns its works and the event of a capture."""
+        """Calls `begin` with its number, which sends `nbytes` bytes. Returns its works and the event of a capture."""
         self.bytes_sent += nbytes
-        progress = opened.progress
+        progress, captured = opened.progress, None
         try:
-            if progress is not None:
-                progress.begin(self._owner, what)
+            number = 0 if progress is None else progress.begin(self._owner, what)
             with self._range(self._step(f"send and receive, {nbytes} bytes", what)) if self._range else NOTHING:
-                works = begin()
-            captured = None if progress is None else progress.follow(works[0])
-            opened.held |= captured is not None
+                works = begin(number)
+            if progress is not None and number == 0:
+                captured = progress.follow(works[0])
+                opened.held |= captured is not None
         except RuntimeError as error:
             node = error.node if isinstance(error, NotBegun) and not opened.together else None
             raise self._lost(error, node, what) from error

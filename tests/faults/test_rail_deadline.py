@@ -37,9 +37,9 @@ class _Stuck(Rail):
         self._running: tuple[Any, str, float] | None = None
 
     def begin(self, *given: Any) -> Any:
-        if len(given) == 2:  # as progress
+        if isinstance(given[1], str):  # as progress
             self._running = *given, time.monotonic()
-            return None
+            return 0
         return [SimpleNamespace(wait=lambda: None)]
 
     def follow(self, work: Any) -> None: ...
@@ -233,21 +233,26 @@ def test_progress_says_what_runs_and_tells_replays_apart(monkeypatch: pytest.Mon
     assert made.running() is None
     numbers = []
     for call in range(4):
-        numbers.append(made.begin("one", f"call {call}"))
+        assert made.begin("one", f"call {call}") == 0
+        numbers.append(int(made._words[0]))
         owner, what, seconds = made.running()  # type: ignore[misc]
         assert (owner, what) == ("one", f"call {call}") and seconds < 1
         assert made.follow(work) is None and made.running() is None
     assert numbers == [1, 2, 3, 1]
     cuda.capturing = True
-    kept = made.begin("two", "captured")
+    assert made.begin("two", "captured") == 0
     first = made._words.tolist()
+    kept = first[0]
     assert made.follow(work) is not None
     made._words[0] = kept  # as a replay writes
     made._counter.add_(1)
     made._words[1:].copy_(made._counter)
     assert made.running()[:2] == ("two", "captured") and made._words.tolist() != first  # type: ignore[index]
     cuda.capturing, made._words[0] = False, 0
-    assert kept not in [made.begin("one", "") for _ in range(4)]
+    made.is_written = True  # whoever begins an operation then writes its number
+    assert kept not in [made.begin("one", "") for _ in range(4)] and made._words[0] == 0
+    made._words[0] = made.begin("three", "written")
+    assert made.running()[:2] == ("three", "written")  # type: ignore[index]
 
 
 def _config(max_ctas: int, min_ctas: int) -> SimpleNamespace:

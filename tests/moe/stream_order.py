@@ -153,9 +153,9 @@ class RecordingRail(Rail):
         self.what, self._rail = "", Rail(rail._backend, rail.ident)
 
     def begin(self, *given: Any) -> Any:
-        if len(given) == 2:  # as progress
+        if isinstance(given[1], str):  # as progress
             self.what = given[1]
-            return None
+            return 0
         log, what = self._log, self.what
         log.events.append(("start", what))
         log.merge(RAIL, log.clocks[log.current])

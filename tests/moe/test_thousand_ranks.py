@@ -277,7 +277,11 @@ def test_a_token_crosses_once_to_each_node_that_it_needs() -> None:
         of_landed = ids.int().repeat(2, 1)[:landed].contiguous()
         engine.kernels.plan(call._plan(routing, 1, of_landed))
     assert time.monotonic() - began < MOST_SECONDS
-    assert max(made.sizes - {len(routing.plan), len(call._begun), 2 * N * nodes._message_words}) <= (T + 1) * (N + 1) < R * R
+    assert (
+        max(made.sizes - {len(routing.plan), len(call._begun), 2 * N * nodes._message_words})
+        <= (T + 1) * (N + 1)
+        < R * R
+    )
     expected = torch.full((T, N), -1)
     row = 0
     needs = [{expert // (G * LOCAL) for expert in token if expert >= 0} for token in ids.tolist()]

@@ -1,7 +1,12 @@
 // Send and receive inside a node: the engine in control, and the messages of CPU and GPU ranks.
 #include "control/messages.h"
+
+#include <cstring>
+#include <tuple>
+
 #include "bindings/functions.h"
 #include "control/gpu_messages.h"
+#include "control/nccl_rail.h"
 #include "cpu/collectives/messages.h"
 
 namespace ep::bindings {
@@ -48,6 +53,49 @@ control::MessageCalls calls_of(const py::object& functions) {
   assign(calls.wait_on_host, functions, "wait_on_host");
   assign(calls.fill, functions, "fill");
   return calls;
+}
+
+control::RailCalls rail_calls_of(const py::object& functions) {
+  if (functions.is_none()) return control::rail_calls();
+  control::RailCalls calls;
+  assign(calls.order_streams, functions, "order_streams");
+  assign(calls.mark, functions, "mark");
+  assign(calls.drop_mark, functions, "drop_mark");
+  assign(calls.order_after, functions, "order_after");
+  assign(calls.write, functions, "write");
+  return calls;
+}
+
+// The functions of NCCL at these addresses, in the order of the struct.
+control::NcclFunctions nccl_at(const std::vector<Address>& addresses) {
+  control::NcclFunctions nccl;
+  if (addresses.size() != sizeof(nccl) / sizeof(Address))
+    throw py::value_error("functions: expected " + std::to_string(sizeof(nccl) / sizeof(Address)) + " addresses, got " +
+                          std::to_string(addresses.size()));
+  std::memcpy(&nccl, addresses.data(), sizeof(nccl));
+  return nccl;
+}
+
+void bind_rail(py::module_& m) {
+  using control::NcclRail;
+  py::class_<NcclRail>(m, "NcclRail")
+      .def(py::init([](const std::vector<Address>& functions, Address comm, uint64_t stream, int device, Address word,
+                       const py::object& calls) {
+             return std::make_unique<NcclRail>(nccl_at(functions), comm, stream, device, word, rail_calls_of(calls));
+           }),
+           py::arg("functions"), py::arg("comm"), py::arg("stream"), py::arg("device"), py::arg("word"), py::kw_only(),
+           py::arg("calls") = py::none())
+      .def("start",
+           [](NcclRail& rail, uint64_t after, uint64_t number,
+              const std::vector<std::tuple<int, Address, int64_t, bool>>& given) {
+             std::vector<NcclRail::Message> messages;
+             for (const auto& [node, address, bytes, is_sent] : given)
+               messages.push_back({node, address, bytes, is_sent});
+             const py::gil_scoped_release released;
+             return rail.start(after, number, messages);
+           })
+      .def("gather", &NcclRail::gather, Unlocked())
+      .def("wait", &NcclRail::wait, Unlocked());
 }
 
 void bind_queues(py::module_& m) {
@@ -131,6 +179,7 @@ void bind_messages(py::module_& m) {
   EP_STRUCT(m, Message, peer, channel, receives, data, bytes, dtype);
   EP_STRUCT(m, DeviceMessageArgs, comm, message, stream);
   bind_queues(m);
+  bind_rail(m);
   bind_engine(m);
 }
 

@@ -4,6 +4,7 @@
 #include <map>
 #include <mutex>
 
+#include "cuda/collectives/stream_words.h"
 #include "cuda/core/launch.cuh"
 
 namespace ep {
@@ -155,6 +156,12 @@ void wait_on_host(uint64_t mark) { cuda::throw_on_error(cudaEventSynchronize(eve
 void fill(uint64_t address, int byte, int64_t count, uint64_t stream) {
   cuda::throw_on_error(cudaMemsetAsync(pointer(address), byte, static_cast<size_t>(count), cuda::stream_of(stream)),
                        "cudaMemsetAsync");
+}
+
+void write_word(uint64_t address, uint64_t value, uint64_t stream) {
+  cuda::StreamOperations operations;
+  operations.write(address, value);
+  operations.enqueue(cuda::stream_of(stream));
 }
 
 uint64_t stream_capture(uint64_t stream, int device) {

@@ -39,6 +39,9 @@ void wait_on_host(uint64_t mark);
 // Fills device memory, in the stream's order.
 void fill(uint64_t address, int byte, int64_t count, uint64_t stream);
 
+// Stores a word in memory that the device reaches, also the host's, in the stream's order.
+void write_word(uint64_t address, uint64_t value, uint64_t stream);
+
 // The number of the CUDA graph capture in which a stream of `device` is; 0 if there is none.
 uint64_t stream_capture(uint64_t stream, int device);
 

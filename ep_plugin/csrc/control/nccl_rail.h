@@ -1,0 +1,79 @@
+// Messages of a rail over NCCL, on a stream of the rail. A backend of PyTorch has made the communicator and ends it;
+// starting messages through it would take ten times as long, since it keeps an event, a record and a timer for each.
+#pragma once
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "common/api.h"
+
+namespace ep::control {
+
+// Functions of the loaded NCCL, as nccl.h declares them.
+struct NcclFunctions {
+  int (*group_start)();
+  int (*group_end)();
+  int (*send)(const void* from, size_t count, int type, int peer, void* comm, void* stream);
+  int (*receive)(void* to, size_t count, int type, int peer, void* comm, void* stream);
+  int (*all_gather)(const void* from, void* to, size_t count, int type, void* comm, void* stream);
+  const char* (*error_string)(int error);
+};
+
+// What it calls of a build with CUDA; empty in others. bindings/device.cpp sets them. A mark is the work that a stream
+// has at one time.
+struct RailCalls {
+  std::function<void(uint64_t later, uint64_t earlier, int device)> order_streams;
+  std::function<uint64_t(uint64_t stream, int device)> mark;
+  std::function<void(uint64_t mark)> drop_mark;
+  std::function<void(uint64_t stream, uint64_t mark)> order_after;
+  std::function<void(Address word, uint64_t value, uint64_t stream)> write;
+};
+RailCalls& rail_calls();
+
+class NcclRail {
+ public:
+  struct Message {
+    int node;
+    Address address;
+    int64_t bytes;
+    bool is_sent;
+  };
+
+  // comm: of NCCL; a node is a rank of it. stream: of `device`, for this rail alone. word: in host memory, as the
+  // device maps it. calls: rail_calls(), or others for tests.
+  NcclRail(NcclFunctions nccl, Address comm, uint64_t stream, int device, Address word, RailCalls calls);
+  ~NcclRail();
+  NcclRail(const NcclRail&) = delete;
+  NcclRail& operator=(const NcclRail&) = delete;
+
+  // Each starts messages after the work that `after` has now, and returns a ticket for wait(). While the messages are
+  // the rail's turn, the word has this number; then 0. number 0: the word stays as it is. Throws std::runtime_error.
+  uint64_t start(uint64_t after, uint64_t number, const std::vector<Message>& messages);
+  // Fills `to` with `bytes` bytes of every node, by node.
+  uint64_t gather(uint64_t after, uint64_t number, Address from, Address to, int64_t bytes);
+  // Orders `stream` after messages that have started.
+  void wait(uint64_t ticket, uint64_t stream);
+
+ private:
+  template <class Calls>
+  uint64_t run(uint64_t after, uint64_t number, const Calls& calls);
+  void check(int error) const;
+
+  // With more tickets, wait() for one that is older orders after the oldest of these.
+  static constexpr size_t kMarks = 256;
+
+  const NcclFunctions nccl_;
+  void* const comm_;
+  const uint64_t stream_;
+  const int device_;
+  const Address word_;
+  const RailCalls calls_;
+  std::mutex mutex_;            // guards what follows
+  std::deque<uint64_t> marks_;  // of the latest tickets
+  uint64_t tickets_ = 0;
+};
+
+}  // namespace ep::control
