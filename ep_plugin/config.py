@@ -62,7 +62,8 @@ class MoECommunicatorConfig:
     ids_as_given: only in TOKEN_MAJOR. True: the output's topk_ids have the dtype of the given ones. False: int32.
     rail_chunks: the number of chunks, 1 to 6, into which a rank cuts its tokens if the group spans nodes. The rows of
         one chunk are forwarded inside the other node while the rows of the next chunk cross. More chunks mean more and
-        shorter messages. None: 4. Unused on one node.
+        shorter messages, and more kernels. None: 1 to 4, one for each 16 MiB of max_tokens_per_rank rows (4096 rows if
+        that is None) of hidden_size elements of 2 bytes. Unused on one node.
     timeout_s: seconds that a rank waits for its peers, at most 1e9. None: the process group's own timeout.
     dispatch_send_sms, dispatch_recv_sms, combine_send_sms, combine_recv_sms: SMs of each kernel. Not in mode="ll".
         None: as many SMs as fill the links with rows of the operation's shape, more for small batches, and no more than

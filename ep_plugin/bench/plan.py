@@ -24,7 +24,7 @@ from ep_plugin.bench.report import markdown_table, picture
 from ep_plugin.bench.suite import check_least, check_names
 from ep_plugin.config import ROW_ALIGNMENT_BYTES
 from ep_plugin.dtypes import num_scales
-from ep_plugin.moe.legs import chunk_bounds, legs_of, num_chunks
+from ep_plugin.moe.legs import chunk_bounds, default_chunks, legs_of
 
 TWO_LEVEL, ROW_PER_RANK, COPIES = WAYS = ("two levels", "flat, a row per rank", "flat, K copies")
 DISPATCH, CACHED, COMBINE = "dispatch", "cached dispatch", "combine"
@@ -91,7 +91,7 @@ class Plan:
 
     @property
     def chunks(self) -> int:
-        return num_chunks(self.nodes, None)
+        return 0 if self.nodes == 1 else default_chunks(self.tokens, self.hidden)
 
     def row_bytes(self, operation: str) -> int:
         return self.hidden * _ELEMENT_BYTES[self.dtype][operation == COMBINE]

@@ -11,7 +11,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-DEFAULT_CHUNKS = 4  # one chunk is forwarded while the next one crosses
+from ep_plugin.config import MoECommunicatorConfig
+
+CHUNK_BYTES = 16 << 20  # a chunk costs as much time as some MiB on the rail
+MOST_CHUNKS = 4
+_USUAL_TOKENS = 4096  # of a rank, where the configuration gives no bound
 
 
 class Leg(NamedTuple):
@@ -22,14 +26,28 @@ class Leg(NamedTuple):
     source: int
 
 
-def num_chunks(num_nodes: int, asked: int | None) -> int:
-    """Returns C. asked: what the configuration gives. One node has no legs."""
-    return 0 if num_nodes == 1 else DEFAULT_CHUNKS if asked is None else asked
+def default_chunks(max_tokens: int | None, hidden_size: int) -> int:
+    """Returns C where the configuration gives none: one chunk is forwarded while the next one crosses, so more rows
+    need more chunks.
+
+    max_tokens: the most tokens of a rank; None: unknown. Their rows have hidden_size elements of 2 bytes.
+    """
+    nbytes = (_USUAL_TOKENS if max_tokens is None else max_tokens) * hidden_size * 2
+    return min(max(nbytes // CHUNK_BYTES, 1), MOST_CHUNKS)
 
 
-def num_segments(num_nodes: int, asked: int | None) -> int:
+def num_chunks(num_nodes: int, config: MoECommunicatorConfig) -> int:
+    """Returns C. One node has no legs."""
+    if num_nodes == 1:
+        return 0
+    if config.rail_chunks is not None:
+        return config.rail_chunks
+    return default_chunks(config.max_tokens_per_rank, config.hidden_size)
+
+
+def num_segments(num_nodes: int, config: MoECommunicatorConfig) -> int:
     """Returns M: one segment, and one for each chunk."""
-    return 1 + num_chunks(num_nodes, asked)
+    return 1 + num_chunks(num_nodes, config)
 
 
 def num_origins(num_nodes: int) -> int:

@@ -47,9 +47,14 @@ def finish(comm: MoECommunicator) -> None:
     comm.check()
 
 
+RAIL_CHUNKS = 4  # of communicators over several nodes
+
+
 def open_communicator(size: int, **settings: Any) -> MoECommunicator:
     """A communicator of the default group with rows of HIDDEN float32 and TOPK experts per token."""
     base = {"num_experts": EXPERTS_PER_RANK * size, "hidden_size": HIDDEN, "topk": TOPK}
+    if settings.get("mode") != "ll":
+        base["rail_chunks"] = RAIL_CHUNKS
     return MoECommunicator(None, MoECommunicatorConfig(**(base | settings)), here())
 
 

@@ -20,8 +20,8 @@ import torch.distributed as dist
 from ep_plugin import _C, MoECommunicator, MoECommunicatorConfig
 from ep_plugin.errors import DisagreementError, EpPluginError, PeerAborted, PeerTimeout
 from ep_plugin.moe.across_nodes.nodes import Nodes
-from ep_plugin.moe.legs import DEFAULT_CHUNKS
 from tests.faults.fault_cases import (
+    RAIL_CHUNKS,
     at_gate,
     nothing_left_behind,
     open_communicator,
@@ -405,7 +405,7 @@ def test_garbage_from_a_peer_on_the_rail_is_an_error(name: str) -> None:
 @pytest.mark.parametrize("by", [1, -1])
 def test_counts_that_are_not_those_of_the_ids_are_an_error(word: int, by: int) -> None:
     """The rank that forwards the tokens finds it when they have come."""
-    change = functools.partial(_add, _FIRST_COUNT + DEFAULT_CHUNKS + word, by)
+    change = functools.partial(_add, _FIRST_COUNT + RAIL_CHUNKS + word, by)
     said = values(run_ranks(6, _sends_garbage, 6, "counts", change, env=TWO_NODES))
     found = "rows or pairs where their ranks counted", "sent an index outside what was agreed"  # more rows than tokens
     assert any(text in each for each in said for text in found), said

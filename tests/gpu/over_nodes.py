@@ -32,7 +32,7 @@ WIDE = [name for name in checks.CASES if name not in GRID]  # slow on CPUs
 DEADLINE_S = 12.0 if torch.cuda.device_count() > 0 else 4.0  # NCCL takes seconds to connect ranks of one busy GPU
 LONGEST_S = DEADLINE_S + 5
 REPLAYS = 100
-DEFAULT_CHUNKS = legs.DEFAULT_CHUNKS
+WIDE_CHUNKS = 4
 
 
 def place(rank: int, size: int, nodes: int = NODES) -> None:
@@ -65,7 +65,7 @@ def _one_rail(rank: int, size: int) -> Iterator[None]:
 
     Ranks that share a GPU take turns of some 2 ms, so what counts is how often they wait for each other.
     """
-    two = unittest.mock.patch.object(legs, "DEFAULT_CHUNKS", 2)
+    two = unittest.mock.patch.object(legs, "default_chunks", lambda *sizes: 2)
     with checks.communicator(checks.Case(hidden=64), rank, size, timeout_s=60), two:
         yield
 
@@ -87,7 +87,7 @@ def grid(rank: int, size: int, names: list[str]) -> list[str]:
     """Layouts, dtypes, weights, known routings, ragged and empty ranks. Returns the names of the cases that ran."""
     with _one_rail(rank, size):
         for seed, name in enumerate(names):
-            case, chunks = checks.CASES[name], DEFAULT_CHUNKS if name in WIDE else None
+            case, chunks = checks.CASES[name], WIDE_CHUNKS if name in WIDE else None
             with (
                 _case(name, rank, size),
                 checks.communicator(case, rank, size, timeout_s=60, rail_chunks=chunks) as comm,

@@ -126,9 +126,14 @@ def poisoned() -> Iterator[None]:
         torch.set_deterministic_debug_mode("default")
 
 
+RAIL_CHUNKS = 4  # over several nodes; the default is less for so few rows
+
+
 def communicator(case: Case, layout: DispatchLayout = FLAT, **settings: Any) -> MoECommunicator:
     """A communicator of the default group that serves `case`."""
     base = {"num_experts": case.num_experts, "hidden_size": case.hidden, "topk": case.topk, "layout": layout}
+    if settings.get("mode") != "ll":
+        base["rail_chunks"] = RAIL_CHUNKS
     return MoECommunicator(None, MoECommunicatorConfig(**(base | settings)))
 
 

@@ -5,6 +5,7 @@ EP_PLUGIN_RANKS_PER_NODE splits this machine into nodes; EP_PLUGIN_HOST does so 
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
 import unittest.mock
@@ -19,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ep_plugin import MoECommunicator, MoECommunicatorConfig
 from ep_plugin.errors import DisagreementError, NotSupported
-from ep_plugin.moe.legs import chunk_bounds, legs_of, num_chunks
+from ep_plugin.moe.legs import CHUNK_BYTES, MOST_CHUNKS, chunk_bounds, default_chunks, legs_of, num_chunks
 from tests.moe import (
     test_async,
     test_autograd,
@@ -288,7 +289,7 @@ def _bytes_on_rails(rank: int, size: int, per_node: int, near: bool) -> None:
         if r != rank
     )
     with communicator(case, FLAT) as comm:
-        rails, C = comm.engine.rails, num_chunks(size // per_node, None)
+        rails, C = comm.engine.rails, comm.nodes.chunks
         counts = (size // per_node - 1) * (HEADER_BYTES + 8 * C * (1 + per_node + 4 * per_node))
 
         def crossed(call: Callable[[], Any]) -> tuple[Any, int]:
@@ -367,9 +368,19 @@ def test_nodes_of_different_sizes_are_refused() -> None:
     values(run_ranks(3, _unequal, 3))
 
 
+def test_more_rows_are_cut_into_more_chunks() -> None:
+    tokens = CHUNK_BYTES // (2 * 1024)
+    given = [1, tokens - 1, tokens, 2 * tokens, 3 * tokens - 1, 100 * tokens]
+    assert [default_chunks(each, 1024) for each in given] == [1, 1, 1, 2, 2, MOST_CHUNKS]
+    assert default_chunks(None, 7168) == 3 and default_chunks(None, 64) == 1
+    config = MoECommunicatorConfig(num_experts=8, hidden_size=1024, topk=2, max_tokens_per_rank=2 * tokens)
+    assert [num_chunks(nodes, config) for nodes in (1, 2, 64)] == [0, 2, 2]
+    assert num_chunks(2, dataclasses.replace(config, rail_chunks=5)) == 5
+
+
 def test_legs_meet_and_cover_all_tokens() -> None:
     for num_nodes in (2, 3, 5, 8):
-        chunks = num_chunks(num_nodes, None)
+        chunks = 4
         every = [legs_of(node, num_nodes, chunks) for node in range(num_nodes)]
         for node, legs in enumerate(every):
             assert len(legs) == (num_nodes - 1) * chunks

@@ -98,7 +98,7 @@ def an_engine(node_map: NodeMap) -> Any:
         state=state,
         num_totals=_C.num_totals + LOCAL,
         device=torch.device("cpu"),
-        config=MoECommunicatorConfig(num_experts=E, hidden_size=64, topk=K, max_tokens_per_rank=T),
+        config=MoECommunicatorConfig(num_experts=E, hidden_size=64, topk=K, max_tokens_per_rank=T, rail_chunks=C),
         rails=_Rails(lambda node: node),
         check=lambda: None,
         on_rail=contextlib.nullcontext,
@@ -153,7 +153,7 @@ def test_tables_are_small_and_quick_to_make() -> None:
 
 
 def test_legs_meet_each_other_node_once_and_no_two_nodes_send_to_one(nodes: Nodes) -> None:
-    assert nodes.chunks == num_chunks(N, None) == C
+    assert nodes.chunks == num_chunks(N, nodes.engine.config) == C
     assert nodes.legs[0] == Leg(0, NODE + 1, NODE - 1)
     for chunk, of_chunk in enumerate(nodes.of_chunks):
         for step, leg in enumerate(nodes.legs[of_chunk], start=1):

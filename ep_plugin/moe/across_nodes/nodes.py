@@ -50,7 +50,7 @@ class Nodes:
         self.num_nodes, self.node = node_map.num_nodes, engine.node
         self.host_waits = device.type == "cpu"
         """Whether the host waits for every message."""
-        self.chunks = num_chunks(self.num_nodes, engine.config.rail_chunks)
+        self.chunks = num_chunks(self.num_nodes, engine.config)
         self.legs = legs_of(self.node, self.num_nodes, self.chunks)
         per_chunk = self.num_nodes - 1
         self.of_chunks = [slice(chunk * per_chunk, (chunk + 1) * per_chunk) for chunk in range(self.chunks)]
@@ -61,7 +61,7 @@ class Nodes:
                 f"max_tokens_per_rank: expected at most {_C.max_tokens} tokens of all other nodes in a chunk, got "
                 f"{max(self.padded_tokens())} for {most} tokens, {self.num_nodes} nodes and {self.chunks} chunks"
             )
-        self.num_segments = num_segments(self.num_nodes, engine.config.rail_chunks)
+        self.num_segments = num_segments(self.num_nodes, engine.config)
         self.num_totals = engine.num_totals + 2 * len(self.legs) + self.num_segments
         self.layout = engine.meta_layout
         G, origins = engine.node_size, num_origins(self.num_nodes)
