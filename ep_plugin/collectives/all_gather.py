@@ -20,6 +20,7 @@ import torch.distributed as dist
 from ep_plugin.collectives.base import Collective, CollectiveWork
 from ep_plugin.collectives.engine import CollectiveEngine
 from ep_plugin.collectives.shards import as_bytes, check_apart, check_cut, cut, flat, listed
+from ep_plugin.errors import PeerTimeout
 from ep_plugin.transport.rails import UnderWay
 
 _CHUNKS_AHEAD = 4  # on the rails at a time: over NCCL each arrives in memory of its own, and is copied
@@ -105,8 +106,10 @@ def gather(engine: CollectiveEngine, shard: torch.Tensor, outputs: list[torch.Te
     arriving = {node: outputs[node_map.node_ranks(node)[engine.index]] for node in rails.nodes}
 
     def begin(chunk: slice) -> tuple[slice, UnderWay]:
-        with engine.on_rail():
+        try:
             return chunk, rails.gather(shard[chunk], {node: output[chunk] for node, output in arriving.items()})
+        except PeerTimeout as error:
+            engine.raise_of_rail(error)
 
     under_way = deque(begin(chunk) for chunk in chunks[:_CHUNKS_AHEAD])
     later = iter(chunks[_CHUNKS_AHEAD:])
@@ -114,8 +117,10 @@ def gather(engine: CollectiveEngine, shard: torch.Tensor, outputs: list[torch.Te
     while under_way:
         engine.check()  # nothing more crosses after a failure
         chunk, works = under_way.popleft()
-        with engine.on_rail():
+        try:
             rails.wait(works)
+        except PeerTimeout as error:
+            engine.raise_of_rail(error)
         under_way.extend(begin(following) for following in itertools.islice(later, 1))
         for node in sorted(rails.nodes):
             parts = [outputs[rank][chunk] for rank in node_map.node_ranks(node)]

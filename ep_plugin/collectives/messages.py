@@ -328,19 +328,15 @@ class MessageEngine(GroupEngine):
         """until: a time.monotonic(); None: the group's timeout."""
         op, work = transfer.op, transfer.work
         seconds = self.timeout_s if until is None else max(1e-3, until - time.monotonic())
-        with self.on_rail():  # a failure on another node may be known
-            try:
-                if self.device.type == "cuda" and until is None:
-                    work.wait()  # with a time, the host would wait
-                else:
-                    work.wait(datetime.timedelta(seconds=seconds))
-            except RuntimeError as error:
-                raise PeerTimeout(
-                    f"{self.name}: rank {self.rank} waited for rank {op.peer} of another node at step send-receive: "
-                    f"{error}",
-                    op.peer,
-                    "send-receive",
-                ) from None
+        try:
+            if self.device.type == "cuda" and until is None:
+                work.wait()  # with a time, the host would wait
+            else:
+                work.wait(datetime.timedelta(seconds=seconds))
+        except RuntimeError as error:
+            said = f"rank {self.rank} waited for rank {op.peer} of another node at step send-receive: {error}"
+            late = PeerTimeout(f"{self.name}: {said}", op.peer, "send-receive")
+            self.raise_of_rail(late)  # a failure on another node may be known
         if transfer.header is not None:
             for of, (mine, theirs) in enumerate(zip(self._header(op), transfer.header.tolist(), strict=True)):
                 if mine != theirs:

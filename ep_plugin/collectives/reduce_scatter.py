@@ -22,8 +22,10 @@ from ep_plugin.collectives.base import Collective, CollectiveWork
 from ep_plugin.collectives.engine import CollectiveEngine
 from ep_plugin.collectives.shards import as_bytes, check_apart, check_cut, cut, flat, listed
 from ep_plugin.dtypes import ELEMENTS
+from ep_plugin.errors import PeerTimeout
 from ep_plugin.runtime.failures import STATUS_BYTES
 from ep_plugin.transport.groups import Group
+from ep_plugin.transport.rails import Piece
 
 _REDUCE = dist.ReduceOp
 _SUM, _AVG = _REDUCE.SUM, _REDUCE.AVG
@@ -143,16 +145,20 @@ def scatter(
         for node in others if last else ():
             boards.attach_status(leaving[node][nbytes:])
         # Both ways in one call: a backend may start nothing that comes later before these receives are over.
-        with engine.on_rail():
+        try:
             works = rails.start(
-                [(node, leaving[node][crossing]) for node in others],
-                [(node, arriving[node][crossing]) for node in others],
+                [_piece(node, leaving[node][crossing]) for node in others],
+                [_piece(node, arriving[node][crossing]) for node in others],
             )
+        except PeerTimeout as error:
+            engine.raise_of_rail(error)
         under_way.append((rows, works))
         scatter_in_node(engine, own[rows], [shards[rank][rows] for rank in engine.node_ranks], dtype, scale)
     for rows, works in under_way:
-        with engine.on_rail():
+        try:
             rails.wait(works)
+        except PeerTimeout as error:
+            engine.raise_of_rail(error)
         total = _wide(sums[0][rows].view(dtype))
         for node in range(1, node_map.num_nodes):
             total += sums[node][rows].view(dtype)
@@ -195,3 +201,8 @@ def _scale_of(op: Any, size: int) -> float:
             return factor
         raise ValueError(f"op: expected PREMUL_SUM with a number as its factor, got {type(factor).__name__}")
     raise ValueError(f"op: expected SUM, AVG or PREMUL_SUM, got {op}")
+
+
+def _piece(node: int, part: torch.Tensor) -> Piece:
+    """Returns a whole uint8 tensor as a message to or from a node."""
+    return node, part, 0, part.numel()

@@ -360,3 +360,8 @@ def _check_capacity(engine: Engine, call: DispatchCall) -> None:
             f"capacity: expected {at_least}{rows} rows, which previous_handle has, got {capacity}; without "
             "previous_handle it may be any number"
         )
+
+
+def is_wide(bias: torch.Tensor | None, rows: torch.Tensor) -> int:
+    """1 if a bias of rows is of a larger dtype than they are, else 0."""
+    return int(bias is not None and bias.dtype is not rows.dtype)

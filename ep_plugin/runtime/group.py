@@ -6,12 +6,11 @@ rank in the node. Errors name ranks of the group.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import weakref
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -194,21 +193,17 @@ class GroupEngine(BaseEngine):
             board=self.boards.device_address,
         )
 
-    @contextlib.contextmanager
-    def on_rail(self) -> Iterator[None]:
-        """Wraps calls of the rails, and replaces a backend's error by the failure that another rank publishes.
+    def raise_of_rail(self, error: PeerTimeout) -> NoReturn:
+        """Raises an error of the rails, or in its place the failure that another rank publishes.
 
         A backend raises the same error whatever has ended a peer, and does not say which peer that is. So this waits a
         moment for a failure in the store.
         """
-        try:
-            yield
-        except PeerTimeout as error:
-            found = self._blamed(error) if self.boards.quiet() else error
-            self.check()
-            if found is error:
-                raise
-            raise found from None
+        found = self._blamed(error) if self.boards.quiet() else error
+        self.check()
+        if found is error:
+            raise error
+        raise found from None
 
     def found_error(self) -> EpPluginError | ValueError | None:
         error, boards = error_of(self), self.group_boards

@@ -46,9 +46,10 @@ _NCCL_FUNCTIONS = ("ncclGroupStart", "ncclGroupEnd", "ncclSend", "ncclRecv", "nc
 _GRAPHS_S = 1.0  # how long the abort of a rail waits for CUDA graphs; kernels of NCCL end sooner
 
 
-Message: TypeAlias = tuple[int, torch.Tensor, bool, int]
-"""A message of the rail: a node, a uint8 tensor, whether it is sent to the node or received from it, and a tag. Gloo
-matches messages by their tag. These are plain tuples, so that a message costs no call of Python."""
+Message: TypeAlias = tuple[int, torch.Tensor, int, int, bool, int]
+"""A message of the rail: a node, a contiguous uint8 tensor of one dimension, where the message begins in it, its bytes,
+whether it is sent to the node or received from it, and a tag. Gloo matches messages by their tag. These are plain
+tuples of whole tensors, so that a message costs no call of Python, and no view unless the backend needs one."""
 
 
 class NotBegun(RuntimeError):
@@ -121,7 +122,7 @@ class Rail:
         self._refuse_if_ended()
         if self._direct is not None:
             device = messages[0][1].device
-            given = [(node, tensor.data_ptr(), tensor.numel(), sent) for node, tensor, sent, _ in messages]
+            given = [(node, tensor.data_ptr() + begin, size, sent) for node, tensor, begin, size, sent, _ in messages]
             return [
                 _Started(self._direct, self._direct.start(_current_stream(device), number, given), device, messages)
             ]
@@ -130,8 +131,9 @@ class Rail:
         if together:
             backend._start_coalescing()
         try:
-            for node, tensor, sent, tag in messages:
-                works.append(backend.send([tensor], node, tag) if sent else backend.recv([tensor], node, tag))
+            for node, tensor, begin, size, sent, tag in messages:
+                part = [tensor.narrow(0, begin, size)]
+                works.append(backend.send(part, node, tag) if sent else backend.recv(part, node, tag))
         except RuntimeError as error:
             if together:
                 # A group of NCCL that stays open would swallow this thread's later calls, also the user's.
@@ -210,18 +212,25 @@ class GroupRail:
         group, ranks = self._group, self._ranks
         if type(group) is dist.ProcessGroup and self.together:
             operations = [
-                dist.P2POp(dist.isend if sent else dist.irecv, tensor, group=group, tag=tag, group_peer=ranks[node])
-                for node, tensor, sent, tag in messages
+                dist.P2POp(
+                    dist.isend if sent else dist.irecv,
+                    tensor.narrow(0, begin, size),
+                    group=group,
+                    tag=tag,
+                    group_peer=ranks[node],
+                )
+                for node, tensor, begin, size, sent, tag in messages
             ]
             return list(dist.batch_isend_irecv(operations))
         # A class of Python has no backends below it, and batch_isend_irecv of PyTorch 2.15 asks for one.
         works = []
-        for node, tensor, sent, tag in messages:
+        for node, tensor, begin, size, sent, tag in messages:
+            part = tensor.narrow(0, begin, size)
             try:
                 if sent:
-                    works.append(dist.isend(tensor, group=group, tag=tag, group_dst=ranks[node]))
+                    works.append(dist.isend(part, group=group, tag=tag, group_dst=ranks[node]))
                 else:
-                    works.append(dist.irecv(tensor, group=group, tag=tag, group_src=ranks[node]))
+                    works.append(dist.irecv(part, group=group, tag=tag, group_src=ranks[node]))
             except RuntimeError as error:
                 raise NotBegun(node, error) from error
         return works
@@ -435,7 +444,7 @@ def _current_stream(device: torch.device) -> int:
 def _greet(rail: Rail, node: int, num_nodes: int, timeout_s: float) -> None:
     """Returns when all ranks are connected, and have read the keys by which they found each other."""
     messages = [
-        ((node + step) % num_nodes, torch.zeros(1, dtype=torch.uint8, device="cpu"), sent, 0)
+        ((node + step) % num_nodes, torch.zeros(1, dtype=torch.uint8, device="cpu"), 0, 1, sent, 0)
         for sent in (True, False)
         for step in range(1, num_nodes)
     ]

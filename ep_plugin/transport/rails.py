@@ -15,7 +15,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,9 @@ from ep_plugin.transport.exchange import Exchange
 from ep_plugin.transport.groups import backends_of, serves_gpus
 from ep_plugin.transport.rail import GroupRail, Message, NotBegun, Rail
 from ep_plugin.transport.topology import NodeMap
+
+Piece: TypeAlias = tuple[int, torch.Tensor, int, int]
+"""A node, and where a message to it or from it is: a tensor, its first byte there, and its bytes."""
 
 CHUNK_BYTES = {"cpu": 1 << 20, "cuda": 8 << 20}
 
@@ -146,7 +149,11 @@ class Rails:
         """
         opened = self._opened()
         if not opened.gathers:
-            return self.start([(node, part) for node in self.nodes], landing.items())
+            size = part.numel()
+            return self.start(
+                [(node, part, 0, size) for node in self.nodes],
+                [(node, into, 0, size) for node, into in landing.items()],
+            )
         everyones = part.new_empty(len(self._ranks) * part.numel())
         nbytes = len(self.nodes) * part.numel()
         self.bytes_received += nbytes
@@ -155,27 +162,24 @@ class Rails:
         copies = [(arrived[node], into) for node, into in landing.items()]
         return UnderWay(works=[(None, work) for work in works], copies=copies, captured=captured)
 
-    def start(
-        self, sends: Iterable[tuple[int, torch.Tensor]], receives: Iterable[tuple[int, torch.Tensor]], what: str = ""
-    ) -> UnderWay:
+    def start(self, sends: Iterable[Piece], receives: Iterable[Piece], what: str = "") -> UnderWay:
         """Begins to send and receive. On GPUs the messages are ordered after the caller's stream.
 
         Args:
-            sends: pairs of a node and the uint8 tensor that it gets.
-            receives: pairs of a node and the uint8 tensor that receives its message.
+            sends: for each message the node that gets it, a contiguous uint8 tensor of one dimension, and where in it
+                the message begins, and its bytes.
+            receives: the same of each message that comes from a node.
             what: describes the messages in errors.
         """
         opened = self._opened()
         messages: list[Message] = []
         nbytes = 0
-        for node, tensor in sends:
-            size = tensor.numel()
+        for node, tensor, begin, size in sends:
             nbytes += size
-            messages.append((node, tensor, True, zlib.crc32(b"%d" % size, self._named) >> 1))
-        for node, tensor in receives:
-            size = tensor.numel()
+            messages.append((node, tensor, begin, size, True, zlib.crc32(b"%d" % size, self._named) >> 1))
+        for node, tensor, begin, size in receives:
             self.bytes_received += size
-            messages.append((node, tensor, False, zlib.crc32(b"%d" % size, self._named) >> 1))
+            messages.append((node, tensor, begin, size, False, zlib.crc32(b"%d" % size, self._named) >> 1))
         if not messages:
             return UnderWay(works=[], what=what)
         works, captured = self._begin(opened, what, nbytes, functools.partial(opened.begin, messages))

@@ -367,8 +367,8 @@ def _garbles_counts(nodes: Nodes, change: Callable[[torch.Tensor], Any]) -> None
 
     def garbled(sends: Any, receives: Any, what: str) -> Any:
         if next(calls) == 1:
-            sends = [(node, tensor.clone()) for node, tensor in sends]
-            for _, tensor in sends:
+            sends = [(node, half[begin : begin + size].clone(), 0, size) for node, half, begin, size in sends]
+            for _, tensor, _, _ in sends:
                 change(tensor.view(torch.int64))
         return start(sends, receives, what)
 
@@ -379,12 +379,12 @@ def _garbles_ids(nodes: Nodes, change: Callable[[torch.Tensor], Any]) -> None:
     """Changes the expert ids that travel beside the rows of the next chunk."""
     start, calls = nodes.start_chunk, itertools.count(1)
 
-    def garbled(chunk: int, pairs: Any, back: bool = False) -> Any:
+    def garbled(chunk: int, fields: Any, *rows: Any, **given: Any) -> Any:
         if next(calls) == 1:
-            pairs = [(*others, (ids.clone(), landed)) for *others, (ids, landed) in pairs]
-            for *_, (ids, _) in pairs:
-                change(ids)
-        return start(chunk, pairs, back)
+            *others, ids = fields
+            fields = [*others, ids._replace(sent=ids.sent.clone())]
+            change(fields[-1].sent.view(torch.int32).view(-1, ids.row_bytes // 4))
+        return start(chunk, fields, *rows, **given)
 
     nodes.start_chunk = garbled  # type: ignore[method-assign]
 

@@ -66,7 +66,7 @@ def _as_on_gpus(engine: Any) -> _Stuck:
 
 def _starts(engine: Any) -> None:
     row = torch.zeros(8, dtype=torch.uint8)
-    engine.rails.start([(1, row)], [(1, row.clone())], "rows of chunk 2")
+    engine.rails.start([(1, row, 0, 8)], [(1, row.clone(), 0, 8)], "rows of chunk 2")
 
 
 def _error_of(comm: Any) -> EpPluginError:
@@ -322,7 +322,7 @@ def test_messages_over_nccl_begin_all_together() -> None:
     )
     made = Rail(backend, "name", SimpleNamespace())  # type: ignore[arg-type]
     row = torch.zeros(1, dtype=torch.uint8)
-    (work,) = made.begin([(1, row, True, 0), (2, row, False, 0)])
+    (work,) = made.begin([(1, row, 0, 1, True, 0), (2, row, 0, 1, False, 0)])
     work.wait()
     made.abort()
     made.abort()

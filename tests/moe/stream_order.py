@@ -159,7 +159,8 @@ class RecordingRail(Rail):
         log, what = self._log, self.what
         log.events.append(("start", what))
         log.merge(RAIL, log.clocks[log.current])
-        log.use(RAIL, f"rail: {what}", [_range(tensor, not sent) for _, tensor, sent, _ in given[0]])
+        accesses = [(tensor.data_ptr() + begin, size, not sent) for _, tensor, begin, size, sent, _ in given[0]]
+        log.use(RAIL, f"rail: {what}", accesses)
         return [_Work(log, what, dict(log.clocks[RAIL]), self._really(given[0]))]
 
     def _really(self, messages: Sequence[Message]) -> list[Any]:

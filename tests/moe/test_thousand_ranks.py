@@ -6,7 +6,6 @@ chunks, M segments.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import time
 from types import SimpleNamespace
@@ -45,11 +44,11 @@ class _Rails:
         self._counts, self.sent = counts, {}
 
     def start(self, sends: Any, receives: Any, what: str) -> None:
-        self.sent = {node: tensor.view(torch.int64).tolist() for node, tensor in sends}
-        for node, tensor in receives:
+        self.sent = {node: half[begin : begin + size].view(torch.int64).tolist() for node, half, begin, size in sends}
+        for node, half, begin, size in receives:
             words = self.sent[node].copy()
             words[HEADER : HEADER + C] = [self._counts(node)] * C
-            tensor.view(torch.int64).copy_(torch.tensor(words))
+            half[begin : begin + size].view(torch.int64).copy_(torch.tensor(words))
 
     bytes_sent = bytes_received = 0
     waited_ns: ClassVar[dict[int, int]] = {}
@@ -82,8 +81,18 @@ def an_engine(node_map: NodeMap) -> Any:
         positions=_C.cpu.positions,
         place=_C.cpu.place,
         notify=lambda args: None,
+        **dict.fromkeys(("dispatch_send", "dispatch_recv", "dispatch", "combine_send", "combine_recv", "combine")),
     )
+    owner = type("Owner", (), {})()
+    control = _C.HighThroughput(
+        owner, {}, torch.device("cpu"), _C.CallLog(owner, {}), "communicator 0.0", board.data_ptr(), -1
+    )
+    control.set_facts(0, 1, G, G * LOCAL, T, 10**9)
+    control.set_comm(comm)
+    control.set_kernels(kernels)
+    control.set_streams(0, None, None)
     return SimpleNamespace(
+        control=control,
         node_map=node_map,
         node=NODE,
         size=R,
@@ -101,7 +110,6 @@ def an_engine(node_map: NodeMap) -> Any:
         config=MoECommunicatorConfig(num_experts=E, hidden_size=64, topk=K, max_tokens_per_rank=T, rail_chunks=C),
         rails=_Rails(lambda node: node),
         check=lambda: None,
-        on_rail=contextlib.nullcontext,
         layout=0,
         comm=comm,
         board=board,
@@ -204,10 +212,11 @@ def test_messages_are_those_of_a_plain_count(nodes: Nodes) -> None:
     ids = torch.rand(T, E, generator=torch.Generator().manual_seed(3)).topk(K).indices
     ids[7, 2:] = -1
     call = DispatchAcrossNodes(nodes, torch.zeros(T, 8), ids, None, None, None, None, [], 0)
-    call._messages = nodes.messages()
-    routing = NodesRouting.empty(nodes, torch.empty(T, K, dtype=torch.int32), [0] * len(nodes.legs), [])
+    call._messages, call._block_counts = nodes.messages(), torch.empty(1)
+    none = [0] * len(nodes.legs)
+    routing = NodesRouting.empty(nodes, torch.empty(T, K, dtype=torch.int32), none, none)
     began = time.monotonic()
-    call._lay_out(routing, _C.Header())
+    call._new_segments(routing, _C.Header(), False).lay_out(nodes.engine.control)
     assert time.monotonic() - began < MOST_SECONDS
     node_map, rows_at = nodes.engine.node_map, HEADER + C
     for chunk, (first, last) in enumerate(itertools.pairwise(chunk_bounds(T, C))):
@@ -235,7 +244,7 @@ def test_a_handle_stays_small(nodes: Nodes) -> None:
     began = time.monotonic()
     routing = a_routing(nodes, 0)
     routing.make_recv_rows([tokens * 2 for tokens in routing.tokens])
-    structs = [routing.struct(number) for number in range(nodes.num_segments)]
+    structs = [routing.segment(number) for number in range(nodes.num_segments)]
     assert time.monotonic() - began < MOST_SECONDS
     words = nodes.words_of(T, K, routing.received)
     assert words == len(routing.plan) == T * N + M * nodes.layout.words + sum(routing.tokens) * (2 * K + G)
@@ -252,7 +261,7 @@ def test_a_handle_stays_small(nodes: Nodes) -> None:
 
 def of_segment(routing: NodesRouting, number: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The ids, send_pos and pair_pos of a segment."""
-    struct, T_m = routing.struct(number), routing.tokens[number]
+    struct, T_m = routing.segment(number), routing.tokens[number]
     begin = (struct.topk_ids - routing.plan.data_ptr()) // 4
     parts = routing.plan[begin : begin + T_m * (2 * K + G)].split([T_m * K, T_m * G, T_m * K])
     return parts[0].view(T_m, K), parts[1].view(T_m, G), parts[2].view(T_m, K)
@@ -275,7 +284,10 @@ def test_a_token_crosses_once_to_each_node_that_it_needs() -> None:
         landed = routing.tokens[1]
         call._messages[1, :, HEADER + C :] = call._messages[0, :, HEADER + C :]
         of_landed = ids.int().repeat(2, 1)[:landed].contiguous()
-        engine.kernels.plan(call._plan(routing, 1, of_landed))
+        segments = call._segments
+        segments.routing, segments.landed_ids = routing.struct, of_landed.data_ptr()
+        segments.output, engine.kernels.dispatch_send = _C.DispatchRecvArgs(fresh=1), lambda args: None
+        segments.send(engine.control, (1, 1), 1)
     assert time.monotonic() - began < MOST_SECONDS
     assert (
         max(made.sizes - {len(routing.plan), len(call._begun), 2 * N * nodes._message_words})
@@ -308,7 +320,7 @@ def test_the_plan_kernel_counts_the_tokens_of_every_segment(nodes: Nodes) -> Non
         ids = torch.rand(tokens, G * LOCAL, generator=generator).topk(K).indices.int()
         ids[torch.rand(tokens, K, generator=generator) < 0.5] = -1  # those of other nodes
         args = _C.PlanArgs(
-            comm=nodes.engine.comm, routing=routing.struct(number), ids=ids.data_ptr(), id_bytes=ids.element_size()
+            comm=nodes.engine.comm, routing=routing.segment(number), ids=ids.data_ptr(), id_bytes=ids.element_size()
         )
         _C.cpu.plan(args)
         planned, send_pos, pair_pos = of_segment(routing, number)

@@ -135,9 +135,9 @@ def over_nccl(device: Device, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rail]
 
 def test_a_rail_starts_messages_without_its_backend(over_nccl: Rail, device: Device) -> None:
     row, parts = torch.zeros(64, dtype=torch.uint8), torch.zeros(128, dtype=torch.uint8)
-    (work,) = over_nccl.begin([(1, row, True, 0), (1, parts[:64], False, 0)], 3)
+    (work,) = over_nccl.begin([(1, row, 0, 64, True, 0), (1, parts, 8, 64, False, 0)], 3)
     begun = [(call[0], *call[1:5]) for call in device.calls if call[0] in ("send", "receive")]
-    assert begun == [("send", row.data_ptr(), 64, BYTES, 1), ("receive", parts.data_ptr(), 64, BYTES, 1)]
+    assert begun == [("send", row.data_ptr(), 64, BYTES, 1), ("receive", parts.data_ptr() + 8, 64, BYTES, 1)]
     assert ("write", WORD, 3, STREAM) in device.calls
     work.wait()
     assert device.calls[-1] == ("wait", AFTER, 1)
@@ -146,14 +146,14 @@ def test_a_rail_starts_messages_without_its_backend(over_nccl: Rail, device: Dev
     assert device.calls[-1] == ("wait", AFTER, 2)
     over_nccl.abort()
     with pytest.raises(RuntimeError, match="the rail has ended"):
-        over_nccl.begin([(1, row, True, 0)], 5)
+        over_nccl.begin([(1, row, 0, 64, True, 0)], 5)
     assert device.calls[-1] == "abort"
 
 
 def test_messages_hold_their_memory_until_they_are_forgotten(over_nccl: Rail) -> None:
     row = torch.zeros(64, dtype=torch.uint8)
-    (work,) = over_nccl.begin([(1, row, True, 0)])
-    assert any(tensor is row for _, tensor, _, _ in work.tensors)
+    (work,) = over_nccl.begin([(1, row, 0, 64, True, 0)])
+    assert any(message[1] is row for message in work.tensors)
 
 
 @pytest.mark.parametrize("what", ["no name", "no communicator", "no functions", "all"])

@@ -19,7 +19,14 @@ import torch.distributed as dist
 from ep_plugin import HierarchicalAllGather, HierarchicalReduceScatter, MoECommunicator, MoECommunicatorConfig
 from ep_plugin.errors import DisagreementError, EpPluginError, PeerAborted
 from ep_plugin.transport import rail, threads
-from tests.faults.fault_cases import open_communicator, open_with_deadline, round_trip, signal_self, tokens_for
+from tests.faults.fault_cases import (
+    RAIL_CHUNKS,
+    open_communicator,
+    open_with_deadline,
+    round_trip,
+    signal_self,
+    tokens_for,
+)
 from tests.ranks import run_ranks, values
 
 TWO_NODES = {"EP_PLUGIN_RANKS_PER_NODE": "2"}
@@ -34,7 +41,7 @@ def _shares(rank: int) -> list[int]:
     """Bytes that each communicator counts for itself."""
     alike = dist.new_group()
     pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-    first, second = open_communicator(4), MoECommunicator(alike, first_config(8))
+    first, second = open_communicator(4), MoECommunicator(alike, first_config(8, rail_chunks=RAIL_CHUNKS))
     gather, scatter = HierarchicalAllGather(), HierarchicalReduceScatter(pairs[rank % 2])
     gather(torch.empty(40), torch.zeros(10))
     scatter(torch.empty(10), torch.zeros(20))
@@ -301,7 +308,9 @@ def _over_nccl2(rank: int, kind: type[_Nccl2], lazy: bool) -> None:
     assert backend.made_with == "1" and backend.device == torch.device("cuda", 0)
     assert backend.options._timeout > datetime.timedelta(hours=1) and backend.options.config.max_ctas == rail.MOST_CTAS
     sent, received = torch.full((3,), rank, dtype=torch.uint8), torch.empty(3, dtype=torch.uint8)
-    (work,) = made.begin([(1 - rank, sent, True, 0), (1 - rank, received, False, 0)])
+    (work,) = made.begin(
+        [(1 - rank, sent, 0, sent.numel(), True, 0), (1 - rank, received, 0, received.numel(), False, 0)]
+    )
     work.wait()
     everyones = torch.empty(6, dtype=torch.uint8)
     made.gather(everyones, sent).wait()

@@ -1,6 +1,7 @@
 // The engine of high-throughput dispatch and combine, and their operations.
 #include "bindings/functions.h"
 #include "control/high_throughput_operation.h"
+#include "control/segments.h"
 
 namespace ep::bindings {
 
@@ -37,7 +38,8 @@ void set_kernels(HighThroughput& engine, const py::object& kernels) {
   if (py::isinstance<py::module_>(kernels)) {
     const KernelTable& table = *at<KernelTable>(kernels.attr("table").cast<Address>());
     to = {table.plan,     table.notify,       table.dispatch_send, table.dispatch_recv,
-          table.dispatch, table.combine_send, table.combine_recv,  table.combine};
+          table.dispatch, table.combine_send, table.combine_recv,  table.combine,
+          table.layout,   table.place,        table.positions};
     return;
   }
   assign(to.plan, kernels, "plan");
@@ -48,6 +50,9 @@ void set_kernels(HighThroughput& engine, const py::object& kernels) {
   assign(to.combine_send, kernels, "combine_send");
   assign(to.combine_recv, kernels, "combine_recv");
   assign(to.combine, kernels, "combine");
+  assign(to.layout, kernels, "layout");
+  assign(to.place, kernels, "place");
+  assign(to.positions, kernels, "positions");
 }
 
 // Takes the streams of an engine. functions: None, or an object whose methods order them in the place of C. order: null
@@ -183,6 +188,32 @@ void bind_engine(py::module_& m) {
       .def_readwrite("denies_totals", &HighThroughput::denies_totals);
 }
 
+// A function of an operation that enqueues the kernels of a segment.
+template <class Segmented, bool (Segmented::*run)(const HighThroughput&, const control::Sms&, int) const>
+void run_segment(const Segmented& operation, const HighThroughput& engine, const std::pair<int, int>& sms,
+                 int segment) {
+  require((operation.*run)(engine, {sms.first, sms.second}, segment));
+}
+
+void bind_segments(py::module_& m) {
+  using control::SegmentedCombine;
+  using control::SegmentedDispatch;
+  using control::SegmentedRouting;
+  EP_STRUCT(m, SegmentedRouting, nodes, plan, recv_rows, tokens, slots, topk);
+  m.def("segment_of", &control::segment_of);
+  EP_STRUCT(m, SegmentedDispatch, routing, header, ids, id_bytes, padded, own_ids, messages, block_counts, own, landed,
+            landed_ids, output)
+      .def("lay_out",
+           [](const SegmentedDispatch& self, const HighThroughput& engine) { require(self.lay_out(engine)); })
+      .def("notify", [](const SegmentedDispatch& self, const HighThroughput& engine, const std::pair<int, int>& sms,
+                        uint64_t ticket) { require(self.notify(engine, {sms.first, sms.second}, ticket)); })
+      .def("send", &run_segment<SegmentedDispatch, &SegmentedDispatch::send>)
+      .def("receive", &run_segment<SegmentedDispatch, &SegmentedDispatch::receive>);
+  EP_STRUCT(m, SegmentedCombine, routing, header, rows, sums, extras)
+      .def("send", &run_segment<SegmentedCombine, &SegmentedCombine::send>)
+      .def("receive", &run_segment<SegmentedCombine, &SegmentedCombine::receive>);
+}
+
 void bind_expected(py::module_& m) {
   py::class_<control::Expected>(m, "Expected")
       .def(py::init<>())
@@ -246,6 +277,7 @@ void bind_operations(py::module_& m) {
 
 void bind_high_throughput(py::module_& m) {
   bind_engine(m);
+  bind_segments(m);
   bind_expected(m);
   bind_operations(m);
 }

@@ -21,6 +21,10 @@ struct HighThroughputKernels {
   std::function<void(const CombineSendArgs&)> combine_send;
   std::function<void(const CombineRecvArgs&)> combine_recv;
   std::function<void(const CombineSendArgs&, const CombineRecvArgs&)> combine;
+  // Of several nodes.
+  std::function<void(const LayoutArgs&)> layout;
+  std::function<void(const PlaceArgs&)> place;
+  std::function<void(const PlanArgs&)> positions;
 };
 
 // The streams of operations.

@@ -15,12 +15,11 @@ import torch
 
 from ep_plugin import _C
 from ep_plugin.dtypes import DTYPE_CODES, ELEMENTS, weight_dtype
-from ep_plugin.moe.across_nodes.nodes import Nodes, pairs_of
+from ep_plugin.moe.across_nodes.nodes import Nodes, field_of
 from ep_plugin.moe.across_nodes.routing import routing_of
-from ep_plugin.moe.arguments import address, bulk_ready, check_combine
+from ep_plugin.moe.arguments import address, bulk_ready, check_combine, is_wide
 from ep_plugin.moe.high_throughput.combine import extra_bytes
 from ep_plugin.moe.high_throughput.engine import COMBINE_POOL
-from ep_plugin.moe.high_throughput.kernels import combine_recv_args, combine_send_args, is_wide
 from ep_plugin.moe.in_flight import Operation, Tensors
 from ep_plugin.moe.layout import DispatchHandle
 from ep_plugin.transport.rails import UnderWay
@@ -58,17 +57,29 @@ class CombineAcrossNodes(Operation):
         weight_bytes = extra_bytes(y, self._extra, self._per_row)
         words = row_bytes, 0, weight_bytes, K, DTYPE_CODES[y.dtype]
         self._partial = row_bytes, weight_bytes, K
-        headers = [engine.header(_COMBINE, *words, tokens) for tokens in routing.tokens]
-        self._nodes.agree(headers[0], routing.sent, routing.received)
+        header = engine.header(_COMBINE, *words, routing.tokens[0])
+        self._nodes.agree(header, routing.sent, routing.received)
         totals, partial_bytes = self._known.totals, _C.partial_bytes(row_bytes, weight_bytes, K)
         rows = None if len(totals) == 1 else totals[_MAX_SENT]
         self._nodes.reserve(COMBINE_POOL, partial_bytes, min(engine.node_size, K), rows)
-        self._common = []
-        for number, (tokens, header) in enumerate(zip(routing.tokens, headers, strict=True)):
-            common = {"comm": engine.comm, "routing": routing.struct(number), "header": header}
-            self._common.append(common | {"hidden": H, "element": ELEMENTS[y.dtype]})
+        for tokens in routing.tokens:
             self._sums.append(y.new_empty((tokens, H)))
             self._extras.append(self._new_extra(tokens) if weight_bytes else None)
+        self._segments = _C.SegmentedCombine(
+            routing=routing.struct,
+            header=header,
+            rows=_C.CombineSendArgs(
+                y=y.data_ptr(),
+                rows=y.shape[0],
+                weights=address(self._weights),
+                extra=address(self._extra),
+                hidden=H,
+                element=ELEMENTS[y.dtype],
+                per_row=int(self._per_row and not engine.flat),
+            ),
+            sums=[sums.data_ptr() for sums in self._sums],
+            extras=[address(extra) for extra in self._extras],
+        )
         self._sms = engine.combine_sms(routing.tokens[0], row_bytes, K).in_two_kernels()
         returned = sum(routing.sent)
         self._landed = y.new_empty((returned, H))
@@ -77,16 +88,16 @@ class CombineAcrossNodes(Operation):
         engine.enter(self._sms)
         self._crossing = []
         for number in range(1, len(routing.tokens)):
-            self._send(number)
-            self._receive(number)
+            self._segments.send(engine.control, self._sms, number)
+            self._segments.receive(engine.control, self._sms, number)
             self._crossing.append(self._return(number - 1))
-        self._send(0)
+        self._segments.send(engine.control, self._sms, 0)
 
     def finish(self) -> Tensors:
         """Adds up this node's tokens, then the rows of all nodes."""
         engine, streams, routing = self._engine, self._engine.streams, self._routing
         engine.enter(self._sms)
-        self._receive(0)
+        self._segments.receive(engine.control, self._sms, 0)
         with streams.on_own():
             for crossing in self._crossing:
                 self._nodes.finish(crossing)
@@ -100,29 +111,14 @@ class CombineAcrossNodes(Operation):
         given = self.rows, self._weights, self._bias, self._extra, *self._known.tensors[:-1]
         return *given, *self._sums, *self._extras, self._landed, self._landed_extra, *(self._out or ())
 
-    def _send(self, number: int) -> None:
-        engine, sms = self._engine, self._sms.sending
-        given = self.rows, self._weights, self._extra, self._per_row
-        engine.kernels.combine_send(combine_send_args(self._common[number], sms, engine.streams.own, *given))
-
-    def _receive(self, number: int) -> None:
-        """Adds the partial rows of this node."""
-        engine, sms = self._engine, self._sms.receiving
-        given = self._sums[number], self._extras[number]
-        engine.kernels.combine_recv(combine_recv_args(self._common[number], sms, engine.streams.own, *given))
-
     def _return(self, chunk: int) -> UnderWay:
         """Begins to send a chunk's sums back, and to receive the sums of the rows that its legs have sent."""
-        legs = self._nodes.of_chunks[chunk]
-        sent, received = self._routing.sent, self._routing.received[legs]
-        begin, returned = sum(sent[: legs.start]), sent[legs]
-        of_fields = [
-            pairs_of(sums, received, landed[begin : begin + sum(returned)], returned)
-            for sums, landed in ((self._sums[chunk + 1], self._landed), (self._extras[chunk + 1], self._landed_extra))
-            if sums is not None and landed is not None
-        ]
+        routing = self._routing
+        first = sum(routing.received[: self._nodes.of_chunks[chunk].start])
+        both = (self._sums[chunk + 1], self._landed), (self._extras[chunk + 1], self._landed_extra)
+        fields = [field_of(sums, to, first_sent=first) for sums, to in both if sums is not None and to is not None]
         with self._engine.streams.on_own():
-            return self._nodes.start_chunk(chunk, list(zip(*of_fields, strict=True)), back=True)
+            return self._nodes.start_chunk(chunk, fields, routing.received, routing.sent, back=True)
 
     def _add(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         engine, routing = self._engine, self._routing

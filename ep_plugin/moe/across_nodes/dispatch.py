@@ -18,7 +18,6 @@ Shapes: T tokens, H hidden size, K experts per token, L legs, C chunks, M = C + 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -26,12 +25,11 @@ import torch
 from ep_plugin import _C
 from ep_plugin.dtypes import DTYPE_CODES, ELEMENTS, QUANTIZED, num_scales
 from ep_plugin.errors import EpPluginError
-from ep_plugin.moe.across_nodes.nodes import Nodes, pairs_of
+from ep_plugin.moe.across_nodes.nodes import Nodes, field_of
 from ep_plugin.moe.across_nodes.routing import NodesRouting, routing_of
 from ep_plugin.moe.arguments import MOST_ROWS, address, bulk_ready, check_dispatch
 from ep_plugin.moe.high_throughput.dispatch import empty_rows
 from ep_plugin.moe.high_throughput.engine import DISPATCH_POOL
-from ep_plugin.moe.high_throughput.kernels import dispatch_send_args
 from ep_plugin.moe.in_flight import Operation, Tensors
 from ep_plugin.moe.layout import DispatchCall, DispatchHandle, DispatchResult
 from ep_plugin.moe.statistics import current_layer
@@ -54,14 +52,19 @@ class Payload(NamedTuple):
 
     def like(self, num_rows: int) -> Payload:
         """Allocates a payload of `num_rows` rows with the same fields."""
-        return self._each(lambda one: one.new_empty((num_rows, one.shape[1])))
+        beside = (None if one is None else one.new_empty((num_rows, one.shape[1])) for one in self[1:])
+        return Payload(self.rows.new_empty((num_rows, self.rows.shape[1])), *beside)
 
-    def part(self, begin: int, end: int) -> Payload:
-        return self._each(lambda one: one[begin:end])
-
-    def _each(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Payload:
-        beside = (None if one is None else function(one) for one in self[1:])
-        return Payload(function(self.rows), *beside)
+    def sent(self) -> _C.DispatchSendArgs:
+        """Returns the rows as dispatch send reads them."""
+        rows, scales, weights, _ = self
+        return _C.DispatchSendArgs(
+            x=rows.data_ptr(),
+            x_stride=rows.stride(0) * rows.element_size(),
+            scales=address(scales),
+            scale_stride=0 if scales is None else scales.stride(0) * scales.element_size(),
+            weights=address(weights),
+        )
 
 
 class DispatchAcrossNodes(Operation):
@@ -82,6 +85,7 @@ class DispatchAcrossNodes(Operation):
         self._layer = current_layer()
         self._totals: torch.Tensor | None = None
         self._begun: torch.Tensor | None = None
+        self._segments: Any = None  # a _C.SegmentedDispatch
         self._result: DispatchResult | None = None
 
     def check(self) -> None:
@@ -108,26 +112,21 @@ class DispatchAcrossNodes(Operation):
         if call.previous is not None:
             self._nodes.agree(headers(_CACHED, len(call.x)), routing.sent, routing.received)
         self._cross(routing)
-        self._headers_of = [headers(_CACHED, tokens) for tokens in routing.tokens]
-        self._allocate(totals)
+        self._allocate(totals, headers)
         self._nodes.enter()
-        self._send_segment(0, self._payload)
+        self._segments.send(self._engine.control, self._sms[0], 0)
 
     def finish(self) -> Tensors:
         """Receives this node's tokens. Then forwards and receives other nodes' tokens as they arrive."""
         engine, streams, routing = self._engine, self._engine.streams, self._routing
         assert routing is not None
-        self._receive_segment(0)
-        begin = 0
-        for number, (crossing, tokens) in enumerate(zip(self._crossing, routing.tokens[1:], strict=True), start=1):
+        control, segments = engine.control, self._segments
+        segments.receive(control, self._sms[0], 0)
+        for number, crossing in enumerate(self._crossing, start=1):
             with streams.on_own():
                 self._nodes.finish(crossing)
-            landed = self._landed.part(begin, begin + tokens)
-            if landed.ids is not None:
-                self._plan_landed(routing, number, landed.ids)
-            self._send_segment(number, landed)
-            self._receive_segment(number)
-            begin += tokens
+            segments.send(control, self._sms[number], number)
+            segments.receive(control, self._sms[number], number)
         streams.join()
         is_fresh, capacity = self._call.previous is None, self._call.capacity
         given = routing.metas.view(-1), self._slot, routing.topk_ids, is_fresh, engine.flat, capacity
@@ -207,19 +206,24 @@ class DispatchAcrossNodes(Operation):
         rows = nodes.padded_rows() if padded else [0] * len(nodes.legs)
         routing = NodesRouting.empty(nodes, own_ids, rows, rows)
         self._begun = routing.plan  # kernels write to it until the routing is copied
+        words = _C.block_count_words(len(own_ids), engine.node_size, engine.node_experts)
         with engine.streams.on_own():
             self._messages = nodes.messages()
+            self._block_counts = torch.empty(words, dtype=torch.int32, device=engine.device)
+        segments = self._segments = self._new_segments(routing, header, padded)
         nodes.enter()
-        self._lay_out(routing, header)
+        segments.lay_out(engine.control)
         rows_of_legs = nodes.exchange_counts(header, self._messages, padded)
         if nodes.host_waits:
             rows_of_legs()  # checks that the ranks agree
-        ticket = self._notify(routing, headers)
+        sms = engine.dispatch_sms(len(own_ids), self._row_bytes, nodes.num_nodes, False).in_two_kernels()
+        tickets = [0 if padded else engine.next_ticket() for _ in range(nodes.num_segments)]
+        segments.notify(engine.control, sms, tickets[-1])
         if call.capacity is not None:
             totals, slots = [call.capacity], nodes.padded_slots()
             self._totals = torch.full((1,), call.capacity, dtype=torch.int64, device="cpu")
         else:
-            every = engine.wait_totals(ticket, nodes.num_segments)
+            every = engine.wait_totals(tickets[-1], nodes.num_segments)
             slots = every[:, _SLOTS].tolist()
             routing = routing.extended(*rows_of_legs())
             totals = self._add_totals(every, slots) + routing.sent + routing.received + slots
@@ -229,90 +233,19 @@ class DispatchAcrossNodes(Operation):
         self._payload = self._payload._replace(ids=own_ids)
         return totals
 
-    def _lay_out(self, routing: NodesRouting, header: Any) -> None:
-        """Counts this rank's tokens, writes the messages for other nodes, and numbers the rows that cross."""
-        nodes, engine, ids = self._nodes, self._engine, self._call.topk_ids
-        args = _C.LayoutArgs(
-            ids=ids.data_ptr(),
-            nodes=nodes.struct,
-            messages=self._messages.data_ptr(),
-            rail_rows=routing.rail_rows.data_ptr(),
-            own_ids=routing.topk_ids.data_ptr(),
+    def _new_segments(self, routing: NodesRouting, header: Any, padded: bool) -> _C.SegmentedDispatch:
+        """Returns what C needs to route tokens."""
+        ids = self._call.topk_ids
+        return _C.SegmentedDispatch(
+            routing=routing.struct,
             header=header,
-            num_tokens=ids.shape[0],
-            topk=ids.shape[1],
-            num_nodes=nodes.num_nodes,
-            id_bytes=ids.element_size(),
-            stream=engine.streams.own,
-        )
-        engine.kernels.layout(args)
-
-    def _notify(self, routing: NodesRouting, headers: Any) -> int:
-        """Plans this node's tokens, notifies all segments, and places all rows. Returns the last ticket."""
-        nodes, engine, capacity, ticket = self._nodes, self._engine, self._call.capacity, 0
-        engine.enter(engine.dispatch_sms(routing.tokens[0], self._row_bytes, nodes.num_nodes, False).in_two_kernels())
-        plan = self._plan(routing, 0, self._call.topk_ids)
-        engine.kernels.plan(plan)
-        for number in range(nodes.num_segments):
-            ticket = 0 if capacity is not None else engine.next_ticket()
-            args = _C.NotifyArgs(
-                comm=engine.comm,
-                routing=routing.struct(number),
-                header=headers(self._op, routing.tokens[number]),
-                nodes=nodes.struct,
-                origins=self._origins(number),
-                block_counts=plan.block_counts,
-                ticket=ticket,
-                segment=number,
-                stream=engine.streams.own,
-            )
-            engine.kernels.notify(args)
-        place = _C.PlaceArgs(
-            comm=engine.comm,
-            nodes=nodes.struct,
-            metas=routing.metas.data_ptr(),
-            messages=self._messages.data_ptr(),
-            rail_rows=routing.rail_rows.data_ptr(),
-            num_tokens=len(routing.rail_rows),
-            padded=0 if capacity is None else nodes.padded_rows()[0],
-            alignment=engine.config.expert_alignment if engine.flat else 1,
-            stream=engine.streams.own,
-        )
-        engine.kernels.place(place)
-        return ticket
-
-    def _origins(self, number: int) -> Any:
-        """Returns where the counts of a segment's tokens are."""
-        if number == 0:
-            return _C.Origins()
-        return _C.Origins(
-            messages=self._messages[1].data_ptr(),
-            chunk=number - 1,
-            padded=0 if self._call.capacity is None else self._nodes.padded_rows()[0],
-        )
-
-    def _plan(self, routing: NodesRouting, number: int, ids: torch.Tensor) -> _C.PlanArgs:
-        """Returns the arguments by which a segment's tokens are planned. ids: of all experts, ``[T_m, K]``."""
-        nodes, engine = self._nodes, self._engine
-        words = _C.block_count_words(routing.tokens[number], engine.node_size, engine.node_experts)
-        with engine.streams.on_own():
-            self._block_counts = torch.empty(words, dtype=torch.int32, device=engine.device)
-        return _C.PlanArgs(
-            comm=engine.comm,
-            routing=routing.struct(number),
-            nodes=nodes.struct,
-            origins=self._origins(number),
             ids=ids.data_ptr(),
             id_bytes=ids.element_size(),
+            padded=self._nodes.padded_rows()[0] if padded else 0,
+            own_ids=routing.topk_ids.data_ptr(),
+            messages=self._messages.data_ptr(),
             block_counts=self._block_counts.data_ptr(),
-            stream=engine.streams.own,
         )
-
-    def _plan_landed(self, routing: NodesRouting, number: int, ids: torch.Tensor) -> None:
-        """Plans the tokens of other nodes in a segment. ids: as they have come."""
-        kernels, plan = self._engine.kernels, self._plan(routing, number, ids)
-        kernels.plan(plan)
-        kernels.positions(plan)
 
     def _add_totals(self, every: torch.Tensor, slots: list[int]) -> list[int]:
         """Returns the totals of all segments together. every: the totals of each segment."""
@@ -361,41 +294,17 @@ class DispatchAcrossNodes(Operation):
         engine.kernels.pack(args)
         with streams.on_own():
             both = zip(packed, self._landed, strict=True)
-            of_fields = [
-                pairs_of(sent, routing.sent, landed, routing.received)
-                for sent, landed in both
-                if sent is not None and landed is not None
+            fields = [field_of(sent, landed) for sent, landed in both if sent is not None and landed is not None]
+            self._crossing = [
+                self._nodes.start_chunk(chunk, fields, routing.sent, routing.received)
+                for chunk in range(self._nodes.chunks)
             ]
-            pairs = list(zip(*of_fields, strict=True))
-            of_chunks = enumerate(self._nodes.of_chunks)
-            self._crossing = [self._nodes.start_chunk(chunk, pairs[legs]) for chunk, legs in of_chunks]
 
-    # -- segments ------------------------------------------------------------------------------------------------
-
-    def _send_segment(self, number: int, payload: Payload) -> None:
-        engine, routing = self._engine, self._routing
+    def _allocate(self, totals: list[int], headers: Any) -> None:
+        """Makes the output, and completes what C needs to send and receive segments."""
+        engine, call, routing, K = self._engine, self._call, self._routing, self._call.topk_ids.shape[1]
         assert routing is not None
-        rows, scales, weights, _ = payload
-        wanted = engine.dispatch_sms(len(rows), self._row_bytes + self._scale_bytes, routing.topk_ids.shape[1], False)
-        self._sms = wanted.in_two_kernels()
-        engine.enter(self._sms)
-        given = self._sms.sending, rows, scales, weights
-        args = dispatch_send_args(engine, routing.struct(number), self._headers_of[number], *given)
-        engine.kernels.dispatch_send(args)
-
-    def _receive_segment(self, number: int) -> None:
-        """Receives a segment into the whole output. Completes the receive arguments for this segment."""
-        assert self._routing is not None
-        engine, output = self._engine, self._output
-        output.comm, output.num_sms = engine.comm, self._sms.receiving
-        output.routing, output.header = self._routing.struct(number), self._headers_of[number]
-        engine.kernels.dispatch_recv(output)
-
-    def _allocate(self, totals: list[int]) -> None:
-        """Makes the output, and the receive arguments that all segments share."""
-        engine, call = self._engine, self._call
-        assert self._routing is not None
-        local, words = engine.local_experts, self._routing.plan
+        local, words = engine.local_experts, routing.plan
         rows = call.capacity if call.capacity is not None else totals[_ROWS if engine.flat else _SLOTS]
         counts, offsets = words.new_empty(local), words.new_empty(local + 1)
         limits = None if call.capacity is None else words.new_empty(2)
@@ -405,7 +314,20 @@ class DispatchAcrossNodes(Operation):
             host_counts = torch.tensor(counted, dtype=torch.int64, device="cpu")
         made = empty_rows(call, engine.flat, engine.config.ids_as_given, rows)
         result = self._result = DispatchResult(*made, counts, offsets, limits, host_counts)
-        self._output = _C.DispatchRecvArgs(
+        if self._segments is None:  # the routing is known
+            self._segments = _C.SegmentedDispatch(header=headers(_CACHED, len(call.x)))
+        segments = self._segments
+        segments.routing = routing.struct
+        segments.own, segments.landed = self._payload.sent(), self._landed.sent()
+        if self._landed.ids is not None:
+            most = max(routing.tokens)
+            with engine.streams.on_own():
+                words_of_blocks = _C.block_count_words(most, engine.node_size, engine.node_experts)
+                self._block_counts = torch.empty(words_of_blocks, dtype=torch.int32, device=engine.device)
+            segments.block_counts, segments.landed_ids = self._block_counts.data_ptr(), self._landed.ids.data_ptr()
+        wire_bytes = self._row_bytes + self._scale_bytes
+        self._sms = [engine.dispatch_sms(tokens, wire_bytes, K, False).in_two_kernels() for tokens in routing.tokens]
+        segments.output = _C.DispatchRecvArgs(
             tokens=result.tokens.data_ptr(),
             scales=address(result.scales),
             weights=address(result.weights),
@@ -417,5 +339,4 @@ class DispatchAcrossNodes(Operation):
             overflow=address(limits),
             capacity=rows,
             fresh=int(call.previous is None),
-            stream=engine.streams.own,
         )

@@ -6,22 +6,21 @@ Shapes: R ranks, N nodes of G ranks, E experts in all, E_n = E / N on each node,
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
 from ep_plugin import _C
-from ep_plugin.errors import CaptureRefused, DisagreementError, EpPluginError
+from ep_plugin.errors import CaptureRefused, DisagreementError, EpPluginError, PeerTimeout
 from ep_plugin.moe.across_nodes.tables import output_order, places_of_ranks
 from ep_plugin.moe.high_throughput.engine import HighThroughputEngine
 from ep_plugin.moe.high_throughput.load import HighThroughputLoad
 from ep_plugin.moe.legs import legs_of, num_chunks, num_origins, num_segments
 from ep_plugin.runtime.faults import DISAGREE_ON
-from ep_plugin.transport.rails import UnderWay
+from ep_plugin.transport.rails import Piece, UnderWay
 
 _HEADER = _C.header_fields
 _NUM_COMPARED = len(_HEADER) - 1  # all but num_tokens, the last one
@@ -30,15 +29,24 @@ _NUM_COMPARED = len(_HEADER) - 1  # all but num_tokens, the last one
 RowsOfLegs: TypeAlias = tuple[list[int], list[int]]
 """The rows that each leg sends, and the rows that each leg brings."""
 
-Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
-"""A tensor that this rank sends on a leg, and a tensor that receives the message of the leg's source."""
+
+class Field(NamedTuple):
+    """One part of all rows that cross in an operation, such as their scales.
+
+    sent, landed: uint8, one dimension: the rows that this rank sends, and those that it receives, leg after leg.
+    row_bytes: of a row. first_sent: the first row of `sent` among all that this rank sends.
+    """
+
+    sent: torch.Tensor
+    landed: torch.Tensor
+    row_bytes: int
+    first_sent: int = 0
 
 
-def pairs_of(
-    sent: torch.Tensor, rows_sent: Sequence[int], landed: torch.Tensor, rows_landed: Sequence[int]
-) -> list[Pair]:
-    """Divides the rows of two tensors into the pairs of the legs."""
-    return list(zip(sent.split(rows_sent), landed.split(rows_landed), strict=True))
+def field_of(sent: torch.Tensor, landed: torch.Tensor, first_sent: int = 0) -> Field:
+    """Returns the rows of two contiguous tensors ``[rows, columns]`` of one dtype."""
+    row_bytes = landed.shape[1] * landed.element_size()
+    return Field(sent.view(-1).view(torch.uint8), landed.view(-1).view(torch.uint8), row_bytes, first_sent)
 
 
 class Nodes:
@@ -192,7 +200,9 @@ class Nodes:
         going, landed = messages.view(torch.uint8)
         nodes = self.engine.rails.nodes
         with self.engine.streams.on_own():
-            sends, receives = [(node, going[node]) for node in nodes], [(node, landed[node]) for node in nodes]
+            size = going.shape[1]
+            halves = going.view(-1), landed.view(-1)
+            sends, receives = ([(node, half, node * size, size) for node in nodes] for half in halves)
             self.finish(self._start(sends, receives, "counts"))
 
     def _exchange_and_read(
@@ -224,33 +234,41 @@ class Nodes:
         self.engine.check()  # the wait may have ended because the rail ended
         return list(copy.tolist())
 
-    def start_chunk(self, chunk: int, pairs: Sequence[Sequence[Pair]], back: bool = False) -> UnderWay:
-        """Begins to send the first tensor of each pair of each of the chunk's legs, and to receive the second one.
+    def start_chunk(
+        self, chunk: int, fields: Sequence[Field], sent: Sequence[int], received: Sequence[int], back: bool = False
+    ) -> UnderWay:
+        """Begins to send the rows of a chunk's legs, and to receive those that they bring.
 
-        The messages start after the work on torch's current stream. back: they are sums, and go from the receivers to
-        the senders of the legs. Both ends leave out empty tensors.
+        The messages start after the work on torch's current stream. sent, received: the rows of each leg. back: the
+        rows are sums, and go from the receivers to the senders of the legs. Both ends leave out empty messages.
         """
+        legs = self.of_chunks[chunk]
+        first_sent, first_received = sum(sent[: legs.start]), sum(received[: legs.start])
         sends, receives = [], []
-        for leg, each in zip(self.legs[self.of_chunks[chunk]], pairs, strict=True):
+        for leg, rows_sent, rows_received in zip(self.legs[legs], sent[legs], received[legs], strict=True):
             to, source = (leg.source, leg.to) if back else (leg.to, leg.source)
-            for sent, landed in each:
-                if sent.numel():
-                    sends.append((to, sent.view(-1).view(torch.uint8)))
-                if landed.numel():
-                    receives.append((source, landed.view(-1).view(torch.uint8)))
+            for going, landed, row_bytes, before in fields:
+                if rows_sent:
+                    sends.append((to, going, (first_sent - before) * row_bytes, rows_sent * row_bytes))
+                if rows_received:
+                    receives.append((source, landed, first_received * row_bytes, rows_received * row_bytes))
+            first_sent, first_received = first_sent + rows_sent, first_received + rows_received
         return self._start(sends, receives, f"{'sums' if back else 'rows'} of chunk {chunk}")
 
     def finish(self, under_way: UnderWay) -> None:
         """Waits for messages that have begun. On CPUs the host waits, with a deadline; on GPUs torch's current stream
         does."""
-        with self._on_rail():
+        try:
             self.engine.rails.wait(under_way)
+        except PeerTimeout as error:
+            self.engine.raise_of_rail(error)
 
-    def _start(
-        self, sends: Sequence[tuple[int, torch.Tensor]], receives: Sequence[tuple[int, torch.Tensor]], what: str
-    ) -> UnderWay:
-        with self._on_rail():
+    def _start(self, sends: Sequence[Piece], receives: Sequence[Piece], what: str) -> UnderWay:
+        self.engine.check()  # nothing crosses after a failure
+        try:
             return self.engine.rails.start(sends, receives, what)
+        except PeerTimeout as error:
+            self.engine.raise_of_rail(error)
 
     def enter(self) -> None:
         """Lets the own stream use memory that was made on the caller's stream, or that the caller has passed."""
@@ -265,12 +283,6 @@ class Nodes:
                 f"{engine.name}: expected a rail over NCCL while a CUDA graph is captured, got one over the group's "
                 "own backend, which cannot be captured"
             )
-
-    @contextlib.contextmanager
-    def _on_rail(self) -> Iterator[None]:
-        self.engine.check()  # nothing crosses after a failure
-        with self.engine.on_rail():
-            yield
 
     def _peer(self, node: int) -> int:
         """Returns the rank of node `node` on this rail."""

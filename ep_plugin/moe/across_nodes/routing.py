@@ -14,18 +14,15 @@ origins of a segment, E_l local experts.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
 from ep_plugin import _C
 from ep_plugin.moe.across_nodes.nodes import Nodes
-from ep_plugin.moe.arguments import check_handle_shapes, check_handle_tensors
+from ep_plugin.moe.arguments import address, check_handle_shapes, check_handle_tensors
 from ep_plugin.moe.layout import DispatchHandle, Routing
 
-_WORD_BYTES = 4
 _SLOTS, _ROWS, _MAX_ROWS, _MAX_SENT = _C.Total.SLOTS, _C.Total.ROWS, _C.Total.MAX_ROWS, _C.Total.MAX_SENT
 
 
@@ -40,14 +37,12 @@ class NodesRouting:
     ) -> None:
         self._nodes, self.topk_ids, self.plan = nodes, topk_ids, plan
         self.sent, self.received = list(sent), list(received)
-        T, K = topk_ids.shape
-        G, M, words = nodes.engine.node_size, nodes.num_segments, nodes.layout.words
+        T = topk_ids.shape[0]
+        M, words = nodes.num_segments, nodes.layout.words
         self.tokens = nodes.tokens_of(T, self.received)
         self.rail_rows = plan[: T * nodes.num_nodes].view(T, nodes.num_nodes)
         begin = T * nodes.num_nodes
         self.metas = plan[begin : begin + M * words].view(M, words)
-        ends = itertools.accumulate((tokens * (2 * K + G) for tokens in self.tokens), initial=begin + M * words)
-        self._begins = list(ends)[:-1]
         self.recv_rows: torch.Tensor | None = None
         self.slots = [0] * M
 
@@ -69,26 +64,21 @@ class NodesRouting:
         self.recv_rows = self.plan.new_empty((sum(slots), self.topk_ids.shape[1]))
         return self.recv_rows
 
-    def struct(self, segment: int) -> Any:
-        """Returns a segment's routing as kernels read it."""
-        engine, (_, K) = self._nodes.engine, self.topk_ids.shape
-        tokens, G = self.tokens[segment], engine.node_size
-        at = self.plan.data_ptr() + _WORD_BYTES * self._begins[segment]
-        recv_rows, slots = 0, self.slots[segment]
-        if self.recv_rows is not None and slots:
-            recv_rows = self.recv_rows.data_ptr() + _WORD_BYTES * K * sum(self.slots[:segment])
-        return _C.Routing(
-            num_tokens=tokens,
-            topk=K,
-            layout=engine.layout,
-            alignment=engine.config.expert_alignment,
-            topk_ids=at,
-            send_pos=at + _WORD_BYTES * tokens * K,
-            pair_pos=at + _WORD_BYTES * tokens * (K + G),
-            meta=self.metas.data_ptr() + _WORD_BYTES * segment * self._nodes.layout.words,
-            recv_rows=recv_rows,
-            slots=slots,
+    @property
+    def struct(self) -> _C.SegmentedRouting:
+        """The routing as C reads it."""
+        return _C.SegmentedRouting(
+            nodes=self._nodes.struct,
+            plan=self.plan.data_ptr(),
+            recv_rows=address(self.recv_rows),
+            tokens=self.tokens,
+            slots=self.slots,
+            topk=self.topk_ids.shape[1],
         )
+
+    def segment(self, number: int) -> _C.Routing:
+        """Returns a segment's routing as kernels read it."""
+        return _C.segment_of(self._nodes.engine.control, self.struct, number)
 
 
 def routing_of(nodes: Nodes, name: str, handle: DispatchHandle) -> tuple[Routing, NodesRouting]:
@@ -110,4 +100,4 @@ def routing_of(nodes: Nodes, name: str, handle: DispatchHandle) -> tuple[Routing
     check_handle_shapes(name, handle, nodes.words_of(T, K, received), sum(slots))
     routing = NodesRouting(nodes, handle.topk_ids, sent, received, handle.plan)
     routing.recv_rows, routing.slots = handle.recv_rows, slots
-    return Routing(handle, routing.struct(0), totals), routing
+    return Routing(handle, routing.segment(0), totals), routing

@@ -11,9 +11,8 @@ import torch
 
 from ep_plugin import _C
 from ep_plugin.dtypes import DTYPE_CODES, ELEMENTS, name_of, weight_dtype
-from ep_plugin.moe.arguments import bulk_ready, check_combine
+from ep_plugin.moe.arguments import bulk_ready, check_combine, is_wide
 from ep_plugin.moe.high_throughput.engine import HighThroughputEngine
-from ep_plugin.moe.high_throughput.kernels import is_wide
 from ep_plugin.moe.high_throughput.operation import HighThroughputOperation
 from ep_plugin.moe.layout import DispatchHandle
 from ep_plugin.runtime.tensors import as_plain
