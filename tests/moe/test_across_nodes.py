@@ -168,6 +168,8 @@ def test_a_round_trip_costs_as_much_over_many_nodes(sizes: Sequence[int]) -> Non
         each_segment |= dict.fromkeys(("combine_send", "combine_recv"), 1 + chunks)
         others = {"layout": 1, "place": 1, "positions": chunks, "pack": 1, "combine_add": 1}
         assert first["kernels"] == each_segment | others
+        assert first["operators"] == {"copy_": 1}  # a handle's words, when the host knows how many rows come
+        assert sum(first["kernels"].values()) == 10 + 7 * chunks <= 14 + 8 * chunks
 
 
 # -- the cases of one node -------------------------------------------------------------------------------------------

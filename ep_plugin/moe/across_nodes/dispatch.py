@@ -223,8 +223,8 @@ class DispatchAcrossNodes(Operation):
             totals, slots = [call.capacity], nodes.padded_slots()
             self._totals = torch.full((1,), call.capacity, dtype=torch.int64, device="cpu")
         else:
-            every = engine.wait_totals(tickets[-1], nodes.num_segments)
-            slots = every[:, _SLOTS].tolist()
+            every = engine.wait_totals(tickets[-1], nodes.num_segments).tolist()
+            slots = [totals[_SLOTS] for totals in every]
             routing = routing.extended(*rows_of_legs())
             totals = self._add_totals(every, slots) + routing.sent + routing.received + slots
             self._totals = torch.tensor(totals, dtype=torch.int64, device="cpu")
@@ -247,17 +247,17 @@ class DispatchAcrossNodes(Operation):
             block_counts=self._block_counts.data_ptr(),
         )
 
-    def _add_totals(self, every: torch.Tensor, slots: list[int]) -> list[int]:
+    def _add_totals(self, every: list[list[int]], slots: list[int]) -> list[int]:
         """Returns the totals of all segments together. every: the totals of each segment."""
         engine = self._engine
         alignment = engine.config.expert_alignment if engine.flat else 1
-        counts = every[:, _C.num_totals :].sum(0)
-        rows = int(((counts + alignment - 1) // alignment * alignment).sum())
+        counts = [sum(of_segments) for of_segments in zip(*(totals[_C.num_totals :] for totals in every), strict=True)]
+        rows = sum(-(-count // alignment) * alignment for count in counts)
         if max(rows, sum(slots)) > MOST_ROWS:
             raise EpPluginError(f"{engine.name}: step plan: expected at most {MOST_ROWS} rows, got {rows}")
-        heads = {_SLOTS: sum(slots), _ROWS: rows, _MAX_ROWS: int(every[:, _MAX_ROWS].max())}
-        heads[_MAX_SENT] = int(every[:, _MAX_SENT].max())
-        return [heads[total] for total in sorted(heads)] + counts.tolist()
+        heads = {_SLOTS: sum(slots), _ROWS: rows}
+        heads |= {total: max(totals[total] for totals in every) for total in (_MAX_ROWS, _MAX_SENT)}
+        return [heads[total] for total in sorted(heads)] + counts
 
     def _cross(self, routing: NodesRouting) -> None:
         """Begins to send the rows that cross, and to receive other nodes' rows, chunk by chunk."""
