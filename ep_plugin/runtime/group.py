@@ -201,9 +201,7 @@ class GroupEngine(BaseEngine):
         """
         found = self._blamed(error) if self.boards.quiet() else error
         self.check()
-        if found is error:
-            raise error
-        raise found from None
+        raise found from (error.__cause__ if found is error else None)
 
     def found_error(self) -> EpPluginError | ValueError | None:
         error, boards = error_of(self), self.group_boards

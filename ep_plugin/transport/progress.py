@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+_words: list[torch.Tensor] = []  # never freed: a device may still write to them when their rail is gone
 _NUMBERS = 4096  # of operations on their way, and of captured ones
 
 
@@ -33,6 +34,7 @@ class Progress:
         self._numbers = torch.arange(_NUMBERS, dtype=torch.int64, device=device)
         self._counter = torch.zeros(1, dtype=torch.int64, device=device)
         self._words = torch.zeros(2, dtype=torch.int64, device="cpu", pin_memory=True)
+        _words.append(self._words)
         self._next = 0
         self._captured: set[int] = set()
         self._what: dict[int, tuple[Any, str]] = {}

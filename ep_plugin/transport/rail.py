@@ -43,6 +43,7 @@ _NCCL = {
     "ProcessGroupNCCLLazy": "ProcessGroupNCCL2",
 }
 _NCCL_FUNCTIONS = ("ncclGroupStart", "ncclGroupEnd", "ncclSend", "ncclRecv", "ncclAllGather", "ncclGetErrorString")
+_LAST_CALLS_S = 1.0  # how long the end of a rail waits for a thread that starts messages
 _GRAPHS_S = 1.0  # how long the abort of a rail waits for CUDA graphs; kernels of NCCL end sooner
 
 
@@ -101,12 +102,12 @@ class Rail:
         captures: whether a CUDA graph can capture the messages.
         held: whether CUDA graphs may have its operations. NCCL ends a communicator when the last of them is gone.
         progress: says which works the device has come to; None where the host waits.
-        direct: starts messages without the backend; None where only the backend can.
     """
 
     def __init__(
         self, backend: Any, ident: str, progress: Progress | None = None, direct: _C.NcclRail | None = None
     ) -> None:
+        """direct: starts messages without the backend; None where only the backend can."""
         self._backend, self.ident, self.progress, self._direct = backend, ident, progress, direct
         self.users: set[User] = set()
         self.gathers = self.together = self.captures = progress is not None
@@ -190,6 +191,8 @@ class Rail:
         if self._ended:
             return
         self._ended = True
+        if self._direct is not None:
+            self._direct.end(_LAST_CALLS_S)
         end = getattr(self._backend, how)
         with contextlib.suppress(RuntimeError, Empty):
             if self.held:
@@ -368,6 +371,7 @@ def _nccl_options(theirs: Any) -> Any:
     options: Any = c10d.ProcessGroupNCCL.Options()  # all classes take these
     options._timeout = datetime.timedelta(seconds=_NEVER_S)
     options.config = theirs.options.config
+    options.config.blocking = 1  # NCCL's functions return when their work is enqueued
     if options.config.net_name is not None:
         options.config.net_name = options.config.net_name  # a copy, since NCCL may free a communicator's name
     asked = options.config.max_ctas
@@ -407,7 +411,7 @@ def _connect_nccl(
 
 def _direct(backend: Any, device: torch.device, progress: Progress) -> _C.NcclRail | None:
     """Returns what starts messages on the communicator of `backend` without it. None if PyTorch does not name the
-    communicator, or if its NCCL cannot be found: then the backend starts them, in ten times as long."""
+    communicator, or if its NCCL cannot be found: then the backend starts them, in five times as long or more."""
     named = getattr(backend, "_comm_ptr", None)
     functions = _nccl_functions() if named is not None else None
     if named is None or functions is None:

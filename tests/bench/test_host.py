@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -35,6 +36,17 @@ def test_every_call_has_its_row() -> None:
     expected |= {("a + b", "torch"), ("empty", "torch"), ("all_to_all", "gloo")}
     assert {(row["case"], row["impl"]) for row in rows} == expected | {(case, "ep_plugin") for case in OURS}
     assert all(row["median_us"] > 0 for row in rows)
+
+
+def _measured_over_nodes(rank: int) -> dict[str, Any]:
+    return measured(CPU, dataclasses.replace(SUITE, nodes=2))
+
+
+def test_calls_over_nodes_have_their_rows() -> None:
+    rows = values(run_ranks(2, _measured_over_nodes, env={"EP_PLUGIN_RANKS_PER_NODE": "1"}))[0]["rows"]
+    one_node = {case for case in OURS if case.startswith(("low-latency", "Buffer"))}
+    assert {row["case"] for row in rows if row["impl"] == "ep_plugin"} == (OURS | OF_BOTH) - one_node
+    assert dataclasses.replace(SUITE, nodes=2).name == "host_2_nodes"
 
 
 def test_a_sample_is_the_mean_of_the_calls(monkeypatch: pytest.MonkeyPatch) -> None:

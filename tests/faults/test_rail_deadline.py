@@ -305,6 +305,7 @@ def test_nccl_of_a_rail_outlives_its_peers_and_leaves_room(
     assert made is not None and made.together and made.captures and made.gathers and not store.check(["0"])
     backend = made._backend
     assert backend.options._timeout > datetime.timedelta(hours=1), "after any deadline of ours"
+    assert backend.options.config.blocking == 1, "as our own calls of NCCL expect"
     assert (backend.options.config.max_ctas, backend.options.config.min_ctas) == (bounded, min(16, bounded))
     assert backend.made_with == ["1", "0"] and os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "1"
     assert "TORCH_NCCL_BLOCKING_WAIT" not in os.environ

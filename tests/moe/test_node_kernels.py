@@ -1,4 +1,4 @@
-"""The kernels of dispatch and combine over several nodes, against plain torch: quantise, pack and combine add.
+"""The kernels of dispatch and combine over several nodes, against plain torch: quantise, place, pack and combine add.
 
 The emulation of the CUDA kernels and tests/gpu run the same cases. Shapes: T tokens, N nodes, K experts per token.
 """
@@ -14,9 +14,12 @@ import torch
 
 from ep_plugin import _C, MoECommunicator
 from ep_plugin.dtypes import ELEMENTS, QUANTIZABLE, num_scales, weight_dtype
+from ep_plugin.moe.across_nodes.tables import places_of_ranks
 from ep_plugin.moe.arguments import address
+from ep_plugin.moe.legs import chunk_bounds
 from ep_plugin.moe.reference import reference_quantize
 from ep_plugin.runtime.streams import current_stream
+from ep_plugin.transport.topology import NodeMap
 from tests.faults.fault_cases import finish, here, open_communicator
 from tests.moe.moe_cases import named, on_ranks, same_bits
 from tests.ranks import simt_asked
@@ -300,7 +303,104 @@ def refuses_arguments(rank: int, size: int) -> None:
         finish(comm)
 
 
-CASES = (quantizes, packs, refuses_places_to_pack, adds, refuses_places_to_add)
+# -- place -----------------------------------------------------------------------------------------------------------
+
+# Nodes, ranks of a node, experts of a rank, chunks, tokens.
+PLACED = [(2, 1, 1, 1, 1), (2, 2, 3, 4, 0), (3, 2, 2, 3, 1), (3, 1, 4, 6, 2), (4, 2, 2, 5, 3), (2, 2, 2, 6, 5)]
+PLACED += [(3, 3, 5, 2, 40), (3, 1, 40, 2, 700)]
+
+
+def places(rank: int, size: int) -> None:
+    """Rows of the rail's buffers, and the places of received rows, for chunks with few tokens or none."""
+    comm = open_communicator(size)
+    for seed, (sizes, padded) in enumerate(itertools.product(PLACED, (False, True))):
+        with named((sizes, padded)):
+            _places(comm, *sizes, padded, seed)
+    finish(comm)
+
+
+def _places(comm: MoECommunicator, N: int, G: int, local: int, C: int, T: int, padded: bool, seed: int) -> None:
+    generator, alignment, node = torch.Generator().manual_seed(seed), (1, 16)[seed % 2], seed % N
+    origins, bounds = N - 1, chunk_bounds(T, C)
+    ours = comm.engine.comm.copy()
+    ours.num_ranks, ours.num_experts, ours.num_origins = G, G * local, origins
+    ranks = torch.randperm(N * G, generator=generator)  # of each node
+    node_map = NodeMap(tuple(tuple(sorted(part.tolist())) for part in ranks.split(G)))
+    rank_place = places_of_ranks(node_map, here())
+
+    goes = torch.rand(T, N, generator=generator) < 0.7
+    goes[:, node] = False
+    messages = torch.zeros(N, _C.message_words(C, G, G * local), dtype=torch.int64)
+    numbers, expected, row = torch.full((T, N), -1), torch.full((T, N), -1), 0
+    most = max(last - first for first, last in itertools.pairwise(bounds)) + 2
+    for chunk, (first, last) in enumerate(itertools.pairwise(bounds)):
+        for step in range(1, N):
+            to = (node + step) % N
+            of_leg = goes[first:last, to]
+            place = torch.where(of_leg, of_leg.cumsum(0) - 1, -1)
+            numbers[first:last, to] = place
+            expected[first:last, to] = torch.where(of_leg, place + row, -1)
+            messages[to, len(_C.header_fields) + chunk] = of_leg.sum()
+            row += most if padded else int(of_leg.sum())
+
+    at = _C.meta_layout(G, G * local, origins)
+    pairs = torch.randint(0, 9, (C + 1, G, origins, local), generator=generator, dtype=torch.int32)
+    slots = torch.randint(0, 30, (C + 1, G, origins), generator=generator, dtype=torch.int32)
+    pairs[0, :, 1:] = slots[0, :, 1:] = 0  # segment 0 has one origin
+    metas = torch.full((C + 1, at.words), -7, dtype=torch.int32)
+    for meta, rows, ends in zip(metas, pairs, slots.cumsum(2, dtype=torch.int32), strict=True):
+        meta[at.origin_rows : at.send_chunk_end] = rows.flatten()
+        meta[at.origin_end : at.origin_rows] = ends.flatten()
+    given, rail_rows, counts = metas.to(here()), numbers.int().to(here()), messages.to(here())
+    group = _C.Nodes(
+        rank_place=rank_place.data_ptr(), num_ranks=N * G, num_experts=N * G * local, num_chunks=C, node=node
+    )
+    comm.engine.kernels.place(
+        _C.PlaceArgs(
+            comm=ours,
+            nodes=group,
+            metas=given.data_ptr(),
+            messages=counts.data_ptr(),
+            rail_rows=rail_rows.data_ptr(),
+            num_tokens=T,
+            padded=most if padded else 0,
+            alignment=alignment,
+            stream=current_stream(here()),
+        )
+    )
+    same_bits("rail_rows", rail_rows.cpu(), expected.int())
+    sources = []
+    for each in range(N * G):
+        source, index = node_map.node_of(each), node_map.local_rank_of(each)
+        if source == node:
+            sources.append((0, index, 0))
+        else:
+            sources += [(1 + chunk, index, (node - 1 - source) % N) for chunk in range(C)]
+    wanted, starts, begin, tokens = metas.clone(), [0], 0, 0
+    for expert in range(local):
+        for segment, index, origin in sources:
+            base = begin - int(pairs[segment, index, :origin, expert].sum())
+            wanted[segment, at.flat_base + (index * origins + origin) * local + expert] = base
+            begin += int(pairs[segment, index, origin, expert])
+        begin = -(-begin // alignment) * alignment
+        starts.append(begin)
+    for segment, index, origin in sources:
+        base = tokens - int(slots[segment, index, :origin].sum())
+        wanted[segment, at.token_base + index * origins + origin] = base
+        tokens += int(slots[segment, index, origin])
+    wanted[:, at.token_rows] = tokens
+    wanted[:, at.expert_offset : at.expert_rows] = torch.tensor(starts, dtype=torch.int32)
+    wanted[:, at.expert_rows : at.origin_end] = pairs.sum((0, 1, 2), dtype=torch.int32)
+    found = given.cpu()
+    exists = torch.zeros(G, origins, dtype=torch.bool)
+    exists[:, 0] = True
+    for begin, end, width in ((at.token_base, at.token_rows, 1), (at.flat_base, at.expert_offset, local)):
+        missing = ~exists.repeat_interleave(width)  # nobody reads the bases of segment 0's other origins
+        found[0, begin:end][missing] = wanted[0, begin:end][missing]
+    same_bits("metas", found, wanted)
+
+
+CASES = (quantizes, packs, refuses_places_to_pack, adds, refuses_places_to_add, places)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -240,6 +240,13 @@ def a_routing(nodes: Nodes, seed: int) -> NodesRouting:
     return NodesRouting.empty(nodes, ids, *legs)
 
 
+def test_plan_has_room_for_each_segment_not_only_for_the_longest(nodes: Nodes) -> None:
+    """Fewer tokens can be more blocks."""
+    shorter, longer = (_C.block_count_words(tokens, G, G * LOCAL) for tokens in (4000, 4200))
+    assert shorter > longer
+    assert nodes.block_counts([4200, 0, 4000]).numel() == shorter
+
+
 def test_a_handle_stays_small(nodes: Nodes) -> None:
     began = time.monotonic()
     routing = a_routing(nodes, 0)

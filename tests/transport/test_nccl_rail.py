@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import os
+import threading
+import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -28,12 +30,12 @@ class Device:
 
     def __init__(self) -> None:
         self.calls: list[Any] = []
-        self.fails, self.marks = "", 0
+        self.fails, self.marks, self.at_send = "", 0, lambda: None
         self._text = ctypes.create_string_buffer(b"error 5")
         self._functions = [
             _GROUP(lambda: self._nccl("begin")),
             _GROUP(lambda: self._nccl("end")),
-            _MESSAGE(lambda *given: self._nccl("send", *given)),
+            _MESSAGE(lambda *given: (self.at_send(), self._nccl("send", *given))[1]),
             _MESSAGE(lambda *given: self._nccl("receive", *given)),
             _GATHER(lambda *given: self._nccl("gather", *given)),
             _ERROR(lambda error: ctypes.addressof(self._text)),
@@ -123,6 +125,37 @@ def test_marks_do_not_pile_up_and_old_messages_can_be_waited_for(device: Device)
             made.wait(wrong, 99)
     del made
     assert sorted(call[1] for call in device.calls if call[0] == "drop") == list(range(1, 301))
+
+
+def test_a_rail_that_has_ended_starts_nothing(device: Device) -> None:
+    made = rail_on(device)
+    made.end(1.0)
+    with pytest.raises(RuntimeError, match="the rail has ended"):
+        made.start(AFTER, 1, [(1, 0x100, 64, True)])
+    assert not device.calls
+
+
+def test_an_end_stops_the_messages_of_another_thread(device: Device) -> None:
+    made, held, ending = rail_on(device), threading.Event(), threading.Event()
+    device.at_send = lambda: (held.set(), ending.wait(20))
+    errors: list[BaseException] = []
+
+    def starts() -> None:
+        try:
+            made.start(AFTER, 0, [(1, 0x100, 64, True), (2, 0x100, 64, True)])
+        except RuntimeError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=starts)
+    thread.start()
+    assert held.wait(20)
+    began = time.monotonic()
+    made.end(0.2)  # NCCL keeps the thread
+    assert 0.2 <= time.monotonic() - began < 10
+    ending.set()
+    thread.join(20)
+    assert "the rail has ended" in str(errors[0])
+    assert [call[0] for call in device.calls] == ["order", "begin", "send", "end"], "no message after the end"
 
 
 @pytest.fixture

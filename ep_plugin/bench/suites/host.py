@@ -7,7 +7,7 @@ and the host waits for the end of the combine. Other suites compare the results 
 suite compares nothing.
 
 `a + b` and `empty` show the cost of a launch and of an allocation on this host. If DeepEP's package can be imported,
-its calls stand beside the calls of ep_plugin.deep_ep.
+its calls stand beside the calls of ep_plugin.deep_ep. Over several nodes there are no low-latency calls and no buffers.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import ep_plugin.moe.operators  # noqa: F401  imported here, so that no timed ca
 from ep_plugin.bench.exchange import workload
 from ep_plugin.bench.exchange.peers import DEEP_EP
 from ep_plugin.bench.exchange.workload import DTYPES, Batch, ExchangeSuite, batches
-from ep_plugin.bench.suite import BY_BACKEND, OURS, Row, Way, backend_of, check_names, time_ways
+from ep_plugin.bench.suite import BY_BACKEND, OURS, OverNodes, Row, Way, backend_of, check_names, time_ways
 from ep_plugin.bench.suites.collectives import all_gather, reduce_scatter
 from ep_plugin.bench.timing import Clock, Run, Sample
 from ep_plugin.collectives import HierarchicalAllGather, HierarchicalReduceScatter
@@ -43,7 +43,7 @@ _UNTIMED = 10  # calls at the begin of a row
 
 
 @dataclass(frozen=True, kw_only=True)
-class HostSuite(ExchangeSuite):
+class HostSuite(OverNodes, ExchangeSuite):
     """The host's time of eager calls: dispatch, combine, collectives, DeepEP's interface, and the backend's own."""
 
     command_name = "host"
@@ -51,7 +51,7 @@ class HostSuite(ExchangeSuite):
         "cpu": workload.CPU_SIZES | {"ranks": 2, "calls": 8} | _ROW_SIZES,
         "cuda": workload.CUDA_SIZES | {"calls": 60} | _ROW_SIZES,
     }
-    least: ClassVar = {"ranks": 1, "iterations": 1, "calls": 1}
+    least: ClassVar = {"ranks": 1, "nodes": 1, "iterations": 1, "calls": 1}
 
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16. DeepEP takes bfloat16.")] = BY_BACKEND
     calls: Annotated[int, typer.Option(help="Calls in a row in a timed iteration.")] = BY_BACKEND
@@ -60,10 +60,17 @@ class HostSuite(ExchangeSuite):
         super().__post_init__()
         check_names("dtype", workload.SUMMABLE, [self.dtype])
 
+    @property
+    def name(self) -> str:
+        return self.named("host")
+
     def measure(self, device: torch.device) -> dict[str, Any]:
         batch = batches(self.workload, DTYPES[self.dtype], device)[dist.get_rank()]
         rows: list[Row] = []
-        for part in (_torch_and_backend, _collectives, _communicators, _round_trips, _buffers):
+        parts = [_torch_and_backend, _collectives, _communicators, _round_trips, _buffers]
+        if self.nodes > 1:
+            parts.remove(_buffers)
+        for part in parts:
             with contextlib.ExitStack() as opened:
                 ways = [Way(case=case, impl=impl, run=run) for case, impl, run in part(self, batch, opened)]
                 rows += time_ways(_clock(device, self.calls), ways, self.iterations)
@@ -125,15 +132,14 @@ def _communicators(suite: HostSuite, batch: Batch, opened: contextlib.ExitStack)
     x, ids, weights = batch.x, batch.ids, batch.weights
     sizes: dict[str, Any] = {"num_experts": suite.experts, "hidden_size": suite.hidden, "topk": suite.topk}
     sizes["max_tokens_per_rank"] = suite.tokens
-    row_bytes = suite.hidden * x.element_size()
-    ll_config = MoECommunicatorConfig(**sizes, mode="ll", max_row_bytes=row_bytes)
-    ll, ht = (
-        opened.enter_context(contextlib.closing(MoECommunicator(None, config, x.device)))
-        for config in (ll_config, MoECommunicatorConfig(**sizes))
-    )
-    rows, ll_handle = ll.dispatch(x, ids)
-    yield "low-latency dispatch", OURS, lambda: ll.dispatch(x, ids)
-    yield "low-latency combine", OURS, lambda: ll.combine(rows.tokens, ll_handle, weights=weights)
+    if suite.nodes == 1:
+        config = MoECommunicatorConfig(**sizes, mode="ll", max_row_bytes=suite.hidden * x.element_size())
+        ll = opened.enter_context(contextlib.closing(MoECommunicator(None, config, x.device)))
+        rows, ll_handle = ll.dispatch(x, ids)
+        yield "low-latency dispatch", OURS, lambda: ll.dispatch(x, ids)
+        yield "low-latency combine", OURS, lambda: ll.combine(rows.tokens, ll_handle, weights=weights)
+    ht = opened.enter_context(contextlib.closing(MoECommunicator(None, MoECommunicatorConfig(**sizes), x.device)))
+    suite.check_nodes(ht.engine.node_map.num_nodes)
     capacity = suite.ranks * suite.tokens * suite.topk
     out, handle = ht.dispatch(x, ids, weights)
     yield "dispatch, the host waits", OURS, lambda: ht.dispatch(x, ids, weights)

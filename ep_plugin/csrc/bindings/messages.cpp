@@ -95,7 +95,8 @@ void bind_rail(py::module_& m) {
              return rail.start(after, number, messages);
            })
       .def("gather", &NcclRail::gather, Unlocked())
-      .def("wait", &NcclRail::wait, Unlocked());
+      .def("wait", &NcclRail::wait, Unlocked())
+      .def("end", &NcclRail::end, Unlocked());
 }
 
 void bind_queues(py::module_& m) {

@@ -1,6 +1,7 @@
 // Messages of a rail over NCCL, on a stream of the rail. A backend of PyTorch has made the communicator and ends it;
-// starting messages through it would take ten times as long, since it keeps an event, a record and a timer for each.
+// starting messages through it would take the host five times as long or more, since it keeps records of each.
 #pragma once
+#include <atomic>
 #include <cstdint>
 #include <deque>
 #include <functional>
@@ -56,11 +57,15 @@ class NcclRail {
   uint64_t gather(uint64_t after, uint64_t number, Address from, Address to, int64_t bytes);
   // Orders `stream` after messages that have started.
   void wait(uint64_t ticket, uint64_t stream);
+  // Starts nothing more: call it before the communicator is gone. Waits at most so long for another thread that is
+  // starting messages. NCCL may keep that thread until the communicator is aborted.
+  void end(double seconds);
 
  private:
   template <class Calls>
   uint64_t run(uint64_t after, uint64_t number, const Calls& calls);
   void check(int error) const;
+  void check_not_ended() const;
 
   // With more tickets, wait() for one that is older orders after the oldest of these.
   static constexpr size_t kMarks = 256;
@@ -71,8 +76,10 @@ class NcclRail {
   const int device_;
   const Address word_;
   const RailCalls calls_;
-  std::mutex mutex_;            // guards what follows
-  std::deque<uint64_t> marks_;  // of the latest tickets
+  std::atomic<bool> is_ended_{false};
+  std::atomic<int> starting_{0};  // threads
+  std::mutex mutex_;              // guards what follows
+  std::deque<uint64_t> marks_;    // of the latest tickets
   uint64_t tickets_ = 0;
 };
 

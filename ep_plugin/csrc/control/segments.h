@@ -28,7 +28,7 @@ struct SegmentedDispatch {
   int32_t padded;                // as in Origins
   Address own_ids;               // [T,K]
   Address messages;              // int64 [2,N,message_words]: sent, received
-  Address block_counts;          // for the segment with the most tokens
+  Address block_counts;          // room for each segment
   DispatchSendArgs own, landed;  // the rows of segment 0, and those of the other segments, one after the other
   Address landed_ids;            // [sum of T_m, K] with `landed`; not read if the routing is known
   DispatchRecvArgs output;       // of all segments

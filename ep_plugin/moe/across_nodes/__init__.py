@@ -1,7 +1,7 @@
 """Dispatch and combine over several nodes, composed of operations inside a node and of rails between nodes.
 
 On GPUs everything is enqueued, and the rules below keep it in order. Kernels, and torch's operations beside them, run
-on the own stream (runtime/streams.py). NCCL has a stream of its own for the rail.
+on the own stream (runtime/streams.py). Messages cross in the stream of the rail (transport/progress.py).
 
 - The memory of kernels, rails and results is made on the caller's stream. `Nodes.enter` then orders the own stream
   after the caller's stream. The operation keeps the memory until `join` has ordered the caller's stream after it.

@@ -206,10 +206,9 @@ class DispatchAcrossNodes(Operation):
         rows = nodes.padded_rows() if padded else [0] * len(nodes.legs)
         routing = NodesRouting.empty(nodes, own_ids, rows, rows)
         self._begun = routing.plan  # kernels write to it until the routing is copied
-        words = _C.block_count_words(len(own_ids), engine.node_size, engine.node_experts)
         with engine.streams.on_own():
             self._messages = nodes.messages()
-            self._block_counts = torch.empty(words, dtype=torch.int32, device=engine.device)
+            self._block_counts = nodes.block_counts([len(own_ids)])
         segments = self._segments = self._new_segments(routing, header, padded)
         nodes.enter()
         segments.lay_out(engine.control)
@@ -320,10 +319,8 @@ class DispatchAcrossNodes(Operation):
         segments.routing = routing.struct
         segments.own, segments.landed = self._payload.sent(), self._landed.sent()
         if self._landed.ids is not None:
-            most = max(routing.tokens)
             with engine.streams.on_own():
-                words_of_blocks = _C.block_count_words(most, engine.node_size, engine.node_experts)
-                self._block_counts = torch.empty(words_of_blocks, dtype=torch.int32, device=engine.device)
+                self._block_counts = self._nodes.block_counts(routing.tokens[1:])
             segments.block_counts, segments.landed_ids = self._block_counts.data_ptr(), self._landed.ids.data_ptr()
         wire_bytes = self._row_bytes + self._scale_bytes
         self._sms = [engine.dispatch_sms(tokens, wire_bytes, K, False).in_two_kernels() for tokens in routing.tokens]

@@ -150,6 +150,12 @@ class Nodes:
         """
         return torch.empty((2, self.num_nodes, self._message_words), dtype=torch.int64, device=self.engine.device)
 
+    def block_counts(self, tokens: Sequence[int]) -> torch.Tensor:
+        """Makes memory that plan uses for each of so many tokens, one after the other."""
+        engine = self.engine
+        words = max(_C.block_count_words(each, engine.node_size, engine.node_experts) for each in tokens)
+        return torch.empty(words, dtype=torch.int32, device=engine.device)
+
     def exchange_counts(self, header: Any, messages: torch.Tensor, padded: bool) -> Callable[[], RowsOfLegs]:
         """Exchanges the messages that layout has written on the own stream.
 
@@ -223,7 +229,9 @@ class Nodes:
         return read
 
     def _on_host(self, copy: torch.Tensor, is_there: Callable[[], bool]) -> list[Any]:
-        """Returns the values of a copy on the host, as `Streams.to_host` makes it. Waits for them with a deadline."""
+        """Returns the headers and rows in a copy of messages on the host, as `Streams.to_host` makes it.
+
+        Waits for them, with a deadline."""
         most_s = 2 * self.engine.timeout_s + 5.0  # the rail's deadline passes first, and its error says more
         until = time.monotonic() + most_s
         while not is_there():
@@ -232,7 +240,7 @@ class Nodes:
                 raise EpPluginError(f"{self.engine.name}: the device did not finish step rail in {most_s:g} s")
             time.sleep(0)
         self.engine.check()  # the wait may have ended because the rail ended
-        return list(copy.tolist())
+        return list(copy[..., : len(_HEADER) + self.chunks].tolist())
 
     def start_chunk(
         self, chunk: int, fields: Sequence[Field], sent: Sequence[int], received: Sequence[int], back: bool = False

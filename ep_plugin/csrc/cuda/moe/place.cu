@@ -118,8 +118,8 @@ __device__ void place_sent(const PlaceArgs& args) {
   const int64_t first = static_cast<int64_t>(blockIdx.x - 1) * kPlaceThreads + threadIdx.x;
   for (int64_t i = first; i < static_cast<int64_t>(T) * N; i += threads) {
     const int token = static_cast<int>(i / N), node = static_cast<int>(i % N);
-    int chunk = static_cast<int>(static_cast<int64_t>(token) * C / T);  // or the next one
-    if (chunk + 1 < C && token >= chunk_begin(T, chunk + 1, C)) ++chunk;
+    int chunk = static_cast<int>(static_cast<int64_t>(token) * C / T);  // or a later one
+    while (chunk + 1 < C && token >= chunk_begin(T, chunk + 1, C)) ++chunk;
     int32_t& row = at<int32_t>(args.rail_rows)[i];
     if (row >= 0) row += static_cast<int32_t>(shared_words()[chunk * N + node]);
   }
@@ -145,7 +145,9 @@ void place(const PlaceArgs& args) {
   const int64_t N = num_nodes_of(args.comm, args.nodes), cells = N * args.num_tokens;
   const int64_t kinds = 2 * (1 + static_cast<int64_t>(local_experts(args.comm))) + 1, legs = N * args.nodes.num_chunks;
   const int64_t senders = std::min<int64_t>(ceil_div(cells, 4 * kPlaceThreads), kMaxSenders);
-  launch<ep_place>("place", 1 + senders, kPlaceThreads, 8 * std::max(kinds, legs), args.stream, args);
+  const int64_t bytes = 8 * std::max(kinds, legs), most = limits_of<ep_place>().shared_bytes;
+  require(bytes <= most, "num_experts, num_nodes", "as many as fit in shared memory", bytes);
+  launch<ep_place>("place", 1 + senders, kPlaceThreads, bytes, args.stream, args);
 }
 
 }  // namespace ep::cuda
