@@ -193,6 +193,8 @@ class GroupBoards(Boards):
 
     def bad_node(self) -> int | None:
         """Returns the first node that has sent a bad word, as far as the device has come. None: there is none."""
+        if not bytes(self._words).strip(b"\0"):  # in the path of every operation: a loop would grow with the nodes
+            return None
         return next((node for node, word in enumerate(self._words) if word), None)
 
     def close(self) -> None:

@@ -17,6 +17,7 @@ CLASSES = {node.name: node for node in STUB.body if isinstance(node, ast.ClassDe
 NO_STRUCTS = (
     enum.Enum,
     _C.MessageQueue,
+    _C.NcclRail,
     _C.Messages,
     _C.StartedMessages,
     _C.LowLatency,
