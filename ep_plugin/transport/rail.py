@@ -411,7 +411,7 @@ def _connect_nccl(
 
 def _direct(backend: Any, device: torch.device, progress: Progress) -> _C.NcclRail | None:
     """Returns what starts messages on the communicator of `backend` without it. None if PyTorch does not name the
-    communicator, or if its NCCL cannot be found: then the backend starts them, in five times as long or more."""
+    communicator, or if its NCCL cannot be found: then the backend starts them, in some five times as long."""
     named = getattr(backend, "_comm_ptr", None)
     functions = _nccl_functions() if named is not None else None
     if named is None or functions is None:

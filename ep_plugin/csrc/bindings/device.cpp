@@ -5,7 +5,6 @@
 #include "common/collectives.h"
 #include "common/wire.h"
 #include "control/gpu_messages.h"
-#include "control/nccl_rail.h"
 #include "cuda/core/host.h"
 
 namespace ep::bindings {
@@ -22,8 +21,9 @@ void bind_cuda(py::module_& m) {
                               &is_over,
                               &order_after,
                               &wait_on_host,
-                              &fill};
-  control::rail_calls() = {&order_streams, &mark_stream, &drop_mark, &order_after, &write_word};
+                              &fill,
+                              &order_streams,
+                              &write_word};
   bind_table(m, "cuda", cuda_kernels());
   static const CollectiveKernels collectives{&cuda::all_gather, &cuda::reduce_scatter, &cuda::small_exchange};
   m.attr("cuda").attr("collectives") = reinterpret_cast<Address>(&collectives);

@@ -52,16 +52,7 @@ control::MessageCalls calls_of(const py::object& functions) {
   assign(calls.order_after, functions, "order_after");
   assign(calls.wait_on_host, functions, "wait_on_host");
   assign(calls.fill, functions, "fill");
-  return calls;
-}
-
-control::RailCalls rail_calls_of(const py::object& functions) {
-  if (functions.is_none()) return control::rail_calls();
-  control::RailCalls calls;
   assign(calls.order_streams, functions, "order_streams");
-  assign(calls.mark, functions, "mark");
-  assign(calls.drop_mark, functions, "drop_mark");
-  assign(calls.order_after, functions, "order_after");
   assign(calls.write, functions, "write");
   return calls;
 }
@@ -81,7 +72,7 @@ void bind_rail(py::module_& m) {
   py::class_<NcclRail>(m, "NcclRail")
       .def(py::init([](const std::vector<Address>& functions, Address comm, uint64_t stream, int device, Address word,
                        const py::object& calls) {
-             return std::make_unique<NcclRail>(nccl_at(functions), comm, stream, device, word, rail_calls_of(calls));
+             return std::make_unique<NcclRail>(nccl_at(functions), comm, stream, device, word, calls_of(calls));
            }),
            py::arg("functions"), py::arg("comm"), py::arg("stream"), py::arg("device"), py::arg("word"), py::kw_only(),
            py::arg("calls") = py::none())

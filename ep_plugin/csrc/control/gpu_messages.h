@@ -27,6 +27,9 @@ struct MessageCalls {
   std::function<void(uint64_t stream, uint64_t mark)> order_after;
   std::function<void(uint64_t mark)> wait_on_host;
   std::function<void(Address to, int byte, int64_t count, uint64_t stream)> fill;
+  // Of rails.
+  std::function<void(uint64_t later, uint64_t earlier, int device)> order_streams;
+  std::function<void(Address word, uint64_t value, uint64_t stream)> write;
 };
 MessageCalls& message_calls();
 

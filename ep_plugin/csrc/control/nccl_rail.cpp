@@ -43,12 +43,7 @@ class Starting {
 };
 }  // namespace
 
-RailCalls& rail_calls() {
-  static RailCalls calls;
-  return calls;
-}
-
-NcclRail::NcclRail(NcclFunctions nccl, Address comm, uint64_t stream, int device, Address word, RailCalls calls)
+NcclRail::NcclRail(NcclFunctions nccl, Address comm, uint64_t stream, int device, Address word, MessageCalls calls)
     : nccl_(nccl), comm_(pointer(comm)), stream_(stream), device_(device), word_(word), calls_(std::move(calls)) {}
 
 NcclRail::~NcclRail() {

@@ -1,15 +1,14 @@
 // Messages of a rail over NCCL, on a stream of the rail. A backend of PyTorch has made the communicator and ends it;
-// starting messages through it would take the host five times as long or more, since it keeps records of each.
+// starting messages through it would take the host some five times as long, since it keeps records of each.
 #pragma once
 #include <atomic>
 #include <cstdint>
 #include <deque>
-#include <functional>
 #include <mutex>
 #include <string>
 #include <vector>
 
-#include "common/api.h"
+#include "control/gpu_messages.h"
 
 namespace ep::control {
 
@@ -23,17 +22,6 @@ struct NcclFunctions {
   const char* (*error_string)(int error);
 };
 
-// What it calls of a build with CUDA; empty in others. bindings/device.cpp sets them. A mark is the work that a stream
-// has at one time.
-struct RailCalls {
-  std::function<void(uint64_t later, uint64_t earlier, int device)> order_streams;
-  std::function<uint64_t(uint64_t stream, int device)> mark;
-  std::function<void(uint64_t mark)> drop_mark;
-  std::function<void(uint64_t stream, uint64_t mark)> order_after;
-  std::function<void(Address word, uint64_t value, uint64_t stream)> write;
-};
-RailCalls& rail_calls();
-
 class NcclRail {
  public:
   struct Message {
@@ -44,8 +32,8 @@ class NcclRail {
   };
 
   // comm: of NCCL; a node is a rank of it. stream: of `device`, for this rail alone. word: in host memory, as the
-  // device maps it. calls: rail_calls(), or others for tests.
-  NcclRail(NcclFunctions nccl, Address comm, uint64_t stream, int device, Address word, RailCalls calls);
+  // device maps it. calls: message_calls(), or others for tests.
+  NcclRail(NcclFunctions nccl, Address comm, uint64_t stream, int device, Address word, MessageCalls calls);
   ~NcclRail();
   NcclRail(const NcclRail&) = delete;
   NcclRail& operator=(const NcclRail&) = delete;
@@ -75,7 +63,7 @@ class NcclRail {
   const uint64_t stream_;
   const int device_;
   const Address word_;
-  const RailCalls calls_;
+  const MessageCalls calls_;
   std::atomic<bool> is_ended_{false};
   std::atomic<int> starting_{0};  // threads
   std::mutex mutex_;              // guards what follows

@@ -1,5 +1,7 @@
 #include "control/segments.h"
 
+#include "common/nodes.h"
+
 namespace ep::control {
 
 namespace {
@@ -20,19 +22,15 @@ int64_t sum_before(const std::vector<int64_t>& values, int first, int last) {
   return sum;
 }
 
-int num_nodes_of(const HighThroughput& engine, const SegmentedRouting& routing) {
-  return routing.nodes.num_ranks / engine.size;
-}
-
 Address meta_of_segment(const HighThroughput& engine, const SegmentedRouting& routing, int segment) {
-  const int num_nodes = num_nodes_of(engine, routing);
+  const int num_nodes = num_nodes_of(*engine.comm, routing.nodes);
   const int64_t words = meta_layout(engine.size, engine.num_experts, engine.comm->num_origins).words;
   return routing.plan + kWord * (routing.tokens[0] * num_nodes + segment * words);
 }
 
 Address received_messages(const HighThroughput& engine, const SegmentedDispatch& dispatch) {
-  const MessageLayout layout(dispatch.routing.nodes.num_chunks, engine.size, engine.num_experts);
-  return dispatch.messages + 8 * num_nodes_of(engine, dispatch.routing) * layout.words();
+  const MessageLayout layout = message_layout(*engine.comm, dispatch.routing.nodes);
+  return dispatch.messages + 8 * num_nodes_of(*engine.comm, dispatch.routing.nodes) * layout.words();
 }
 
 }  // namespace
@@ -66,7 +64,7 @@ bool SegmentedDispatch::lay_out(const HighThroughput& engine) const {
   args.header = header_of(header, header.op, routing, 0);
   args.num_tokens = static_cast<int32_t>(routing.tokens[0]);
   args.topk = static_cast<int32_t>(routing.topk);
-  args.num_nodes = num_nodes_of(engine, routing);
+  args.num_nodes = num_nodes_of(*engine.comm, routing.nodes);
   args.id_bytes = id_bytes;
   args.stream = engine.streams.own;
   return engine.run([&] { engine.kernels.layout(args); });
