@@ -39,7 +39,7 @@ class Attempt:
 
     def __init__(self, scope: str, rank: int, size: int, number: int) -> None:
         self.token, self.number, self.nonce = secrets.token_hex(8), number, ""
-        self._scope, self._rank = scope, rank
+        self._scope, self._rank, self._own_number = scope, rank, number
         self._others = [other for other in range(size) if other != rank]
         self._missing = list(self._others) if rank == 0 else [0]
         self._invited: list[str] = []
@@ -155,7 +155,8 @@ class Attempt:
     def _failures(self) -> list[dict[str, Any]]:
         """Returns the failures that this rank has not raised, the earliest first."""
         # A failure with an earlier number belongs to an attempt that this rank has left by itself.
-        new = [one for one in self._get("failure", self._others).values() if one["number"] >= self.number]
+        # `number` may be that of ranks which have failed and begun another attempt since this rank began its own.
+        new = [one for one in self._get("failure", self._others).values() if one["number"] >= self._own_number]
         return sorted((one for one in new if one["token"] not in _reported), key=lambda one: one["number"])
 
     def _joined(self, ranks: Sequence[int], read: Read | None = None) -> Posts:

@@ -21,6 +21,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from ep_plugin.errors import DisagreementError, EpPluginError, NotSupported, PeerAborted, PeerTimeout, reason_of
 from ep_plugin.transport import exchange as transport_exchange
+from ep_plugin.transport.agreement import Attempt
 from ep_plugin.transport.exchange import Exchange
 from ep_plugin.transport.peer import raise_together
 from tests.faults.fault_cases import wait_until_stopped
@@ -434,6 +435,31 @@ def _fails_before_others_have_joined(rank: int, size: int) -> float:
 
 def test_the_next_construction_works_after_one_that_failed_early():
     assert max(run(4, _fails_before_others_have_joined)) < 5.0
+
+
+def test_a_leader_hears_of_a_failure_whose_rank_has_begun_again_before_the_leader_looks_for_tokens():
+    posts: dict[str, Any] = {}
+
+    def read(keys: dict[int, str]) -> dict[int, Any]:
+        if keys == {1: "all/join/1"} and not posts.get("all/join/1"):
+            posts.update(Attempt("all", 1, 2, 1).failure({"rank": 1, "abort": "a bad argument"}, waited=False))
+            again.begin("again", 8.0, read, posts.update, error_of)
+        return {rank: posts[key] for rank, key in keys.items() if key in posts}
+
+    def error_of(failure: dict[str, Any]) -> Exception:
+        return PeerAborted(failure["abort"], failure["rank"], failure["abort"])
+
+    leader, next_of_leader, again = Attempt("all", 0, 2, 1), Attempt("all", 0, 2, 2), Attempt("all", 1, 2, 2)
+    leader.begin("start", 8.0, read, posts.update, error_of)
+    with pytest.raises(PeerAborted, match="a bad argument"):
+        while not leader.advance():
+            assert not again.advance()
+    posts.update(leader.withdrawal())
+    next_of_leader.begin("again", 8.0, read, posts.update, error_of)
+    while not next_of_leader.advance():
+        assert not again.advance()
+    assert again.advance()
+    assert again.nonce == next_of_leader.nonce != ""
 
 
 def _one_has_no_support(rank: int, size: int) -> None:
