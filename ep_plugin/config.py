@@ -19,6 +19,7 @@ ROW_ALIGNMENT_BYTES = 16
 MODES = ("ht", "ll")
 
 SMS_FIELDS = ("dispatch_send_sms", "dispatch_recv_sms", "combine_send_sms", "combine_recv_sms")
+_OVER_NODES = ("rail_chunks", "max_rows_per_node")
 LEAST_SMS = {"dispatch_recv_sms": 0, "combine_recv_sms": 0}  # 0: the sending kernel also receives
 # Ranks may differ in these fields, which change neither the bytes sent nor their places.
 _LOCAL_FIELDS = ("timeout_s", *SMS_FIELDS)
@@ -64,6 +65,11 @@ class MoECommunicatorConfig:
         one chunk are forwarded inside the other node while the rows of the next chunk cross. More chunks mean more and
         shorter messages, and more kernels. None: 1 to 4, one for each 16 MiB of max_tokens_per_rank rows (4096 rows if
         that is None) of hidden_size elements of 2 bytes. Unused on one node.
+    max_rows_per_node: the most tokens of a rank for one other node that a dispatch with ``capacity=`` has room for, an
+        equal share of them in each chunk. Its last tokens are left out for a node that has more, and
+        ``DispatchOutput.left_out`` says so on all ranks. The pools and the buffers between nodes are in proportion to
+        it. None: twice what evenly drawn experts need, 2 * topk * max_tokens_per_rank / nodes, and at most
+        max_tokens_per_rank, which leaves none out. Unused on one node.
     timeout_s: seconds that a rank waits for its peers, at most 1e9. None: the process group's own timeout.
     dispatch_send_sms, dispatch_recv_sms, combine_send_sms, combine_recv_sms: SMs of each kernel. Not in mode="ll".
         None: as many SMs as fill the links with rows of the operation's shape, more for small batches, and no more than
@@ -86,6 +92,7 @@ class MoECommunicatorConfig:
     expert_alignment: int = 1
     ids_as_given: bool = False
     rail_chunks: int | None = None
+    max_rows_per_node: int | None = None
     timeout_s: float | None = None
     dispatch_send_sms: int | None = None
     dispatch_recv_sms: int | None = None
@@ -96,7 +103,7 @@ class MoECommunicatorConfig:
     def __post_init__(self) -> None:
         for name in ("num_experts", "hidden_size", "topk", "expert_alignment"):
             _check_at_least(1, name, getattr(self, name))
-        for name in ("max_tokens_per_rank", "max_row_bytes", "rail_chunks", *SMS_FIELDS):
+        for name in ("max_tokens_per_rank", "max_row_bytes", *_OVER_NODES, *SMS_FIELDS):
             if getattr(self, name) is not None:
                 _check_at_least(LEAST_SMS.get(name, 1), name, getattr(self, name))
         if self.num_experts > MAX_EXPERTS:
@@ -144,7 +151,7 @@ class MoECommunicatorConfig:
             raise ValueError(f'num_experts: expected at most {MAX_LL_EXPERTS} in mode="ll", got {self.num_experts}')
         if self.expert_alignment != 1:
             raise ValueError(f'expert_alignment: expected 1 in mode="ll", got {self.expert_alignment}')
-        for name in ("rail_chunks", *SMS_FIELDS):
+        for name in (*_OVER_NODES, *SMS_FIELDS):
             if getattr(self, name) is not None:
                 raise ValueError(f'{name}: expected None in mode="ll", got {getattr(self, name)}')
 

@@ -72,6 +72,7 @@ class EpPluginTokenSwitch(stock.TokenSwitch):
                 hidden_size=row_bytes,  # a limit, for elements of a byte
                 topk=min(num_experts, MAX_TOPK),
                 max_tokens_per_rank=max_dispatch_tokens_per_rank,
+                max_rows_per_node=max_dispatch_tokens_per_rank,  # no row is left out
                 layout=layout,
                 max_row_bytes=row_bytes,
                 ids_as_given=layout is DispatchLayout.TOKEN_MAJOR,

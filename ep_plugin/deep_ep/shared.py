@@ -145,6 +145,7 @@ class SharedCommunicators(metaclass=RefusesByName):
                 expert_alignment=alignment,
                 ids_as_given=layout is DispatchLayout.TOKEN_MAJOR,
                 max_tokens_per_rank=bound,
+                max_rows_per_node=bound,  # a Buffer leaves no row out
             )
             comm = self._throughput[key] = self._communicator(config, device)
         return comm

@@ -228,7 +228,8 @@ class MoECommunicator:
             scales: ``[T, S]``, sent with the rows unchanged. Not in mode="ll".
             previous_handle: reuse the routing of an earlier dispatch, which had the same topk_ids.
             capacity: rows of the output. The host then waits for nothing, and the output's ``overflow`` says on the
-                device whether rows were dropped. In mode="ll": rows of each expert's block, a multiple of R; each rank
+                device whether rows were dropped, and over nodes ``left_out`` whether some have not crossed. In
+                mode="ll": rows of each expert's block, a multiple of R; each rank
                 may then have capacity / R tokens.
             quantize: "e4m3": BF16, FP16 or FP32 rows (H a multiple of 16) are sent as float8_e4m3fn with a float32
                 scale for each 128 elements. The returned ``scales`` are ``[N, ceil(H / 128)]``, and a row is about
@@ -443,6 +444,7 @@ class MoECommunicator:
         layout = self.config.resolved_layout
         low_latency = layout is DispatchLayout.EXPERT_MAJOR
         limits = None if capacity is None or low_latency else made.limits
+        over_nodes = None if self.engine.node_map.num_nodes == 1 else limits
         out = DispatchOutput(
             tokens=made.tokens,
             scales=None if scales is None and quantize is None else made.scales,
@@ -454,6 +456,8 @@ class MoECommunicator:
             expert_offsets=made.expert_offsets,
             overflow=None if limits is None else limits[0],
             required=None if limits is None else limits[1],
+            left_out=None if over_nodes is None else over_nodes[2],
+            required_per_node=None if over_nodes is None else over_nodes[3],
         )
         return out, handle
 

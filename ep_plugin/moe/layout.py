@@ -40,6 +40,11 @@ class DispatchOutput(NamedTuple):
     overflow: int32 ``[]``: 1 when rows were dropped because ``capacity`` was too small; None without ``capacity``, and
         in EXPERT_MAJOR, which drops none.
     required: int32 ``[]``: the number of rows that all tokens need; None if `overflow` is None.
+    left_out: int32 ``[]``, the same on all ranks: how many rows all ranks together have not sent to another node,
+        because ``max_rows_per_node`` was too small. The experts there did not get these tokens, and combine adds
+        nothing for them. None if `overflow` is None, and on one node, where no row is left out.
+    required_per_node: int32 ``[]``, the same on all ranks: the ``max_rows_per_node`` that leaves no row out; None if
+        `left_out` is None.
     """
 
     tokens: torch.Tensor
@@ -52,7 +57,12 @@ class DispatchOutput(NamedTuple):
     expert_offsets: torch.Tensor
     overflow: torch.Tensor | None
     required: torch.Tensor | None
+    left_out: torch.Tensor | None = None
+    required_per_node: torch.Tensor | None = None
 
+
+NUM_LIMITS = 4
+"""The words that say what a dispatch with a capacity has dropped and left out."""
 
 with torch.inference_mode(False):  # callers may save it for a backward
     NOTHING = torch.empty(0, dtype=torch.int32, device="cpu")
@@ -108,8 +118,8 @@ class DispatchCall(NamedTuple):
 class DispatchResult(NamedTuple):
     """The results of a dispatch without its handle, in the operator's order. A result that the call lacks is None.
 
-    ids: row_expert_ids of DispatchOutput in FLAT, its topk_ids in TOKEN_MAJOR. limits: its (overflow, required), int32
-    ``[2]``. host_counts: its num_tokens_per_expert_cpu.
+    ids: row_expert_ids of DispatchOutput in FLAT, its topk_ids in TOKEN_MAJOR. limits: its (overflow, required,
+    left_out, required_per_node), int32 ``[4]``. host_counts: its num_tokens_per_expert_cpu.
     """
 
     tokens: torch.Tensor

@@ -16,6 +16,7 @@ from ep_plugin.config import MoECommunicatorConfig
 CHUNK_BYTES = 16 << 20  # a chunk costs as much time as some MiB on the rail
 MOST_CHUNKS = 4
 _USUAL_TOKENS = 4096  # of a rank, where the configuration gives no bound
+_SLACK = 2  # how many times the mean of evenly drawn experts a node may need
 
 
 class Leg(NamedTuple):
@@ -43,6 +44,20 @@ def num_chunks(num_nodes: int, config: MoECommunicatorConfig) -> int:
     if config.rail_chunks is not None:
         return config.rail_chunks
     return default_chunks(config.max_tokens_per_rank, config.hidden_size)
+
+
+def padded_rows(num_nodes: int, config: MoECommunicatorConfig) -> int:
+    """Returns the rows of each leg of a dispatch with a capacity, whose legs all have room for as many.
+
+    No rank has a longer chunk than a rank with ``max_tokens_per_rank`` tokens, although its i-th chunk may be longer
+    than the i-th chunk of that rank.
+    """
+    most = config.max_tokens_per_rank
+    assert most is not None
+    rows = config.max_rows_per_node
+    if rows is None:
+        rows = -(-_SLACK * config.topk * most // num_nodes)
+    return -(-min(rows, most) // num_chunks(num_nodes, config))
 
 
 def num_segments(num_nodes: int, config: MoECommunicatorConfig) -> int:

@@ -20,7 +20,7 @@ from ep_plugin.moe import autograd, inductor
 from ep_plugin.moe.arguments import check_devices
 from ep_plugin.moe.high_throughput.dispatch import empty_rows
 from ep_plugin.moe.in_flight import Tensors
-from ep_plugin.moe.layout import DispatchCall
+from ep_plugin.moe.layout import NUM_LIMITS, DispatchCall
 from ep_plugin.moe.low_latency.dispatch import check_capacity, fake_result
 from ep_plugin.moe.low_latency.engine import LowLatencyEngine
 from ep_plugin.moe.registry import communicator
@@ -120,7 +120,7 @@ def _fake_dispatch(*inputs: Any) -> Tensors:
         *empty_rows(call, engine.flat, engine.config.ids_as_given, rows),
         ints(local),
         ints(local + 1),
-        None if capacity is None else ints(2),
+        None if capacity is None else ints(NUM_LIMITS),
         torch.empty(local, dtype=torch.int64, device="cpu") if capacity is None else None,
     )
     if previous:

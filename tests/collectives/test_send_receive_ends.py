@@ -126,7 +126,9 @@ dist.barrier()
 def test_messages_end_before_the_interpreter_frees_their_tensors(tmp_path: Any) -> None:
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-c", _LEAVES, str(rank), tmp_path / "store"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+            [sys.executable, "-c", _LEAVES, str(rank), tmp_path / "store"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
         )
         for rank in range(2)
     ]

@@ -29,6 +29,7 @@ from tests.gpu import test_faults as faults
 from tests.gpu_stand_in import serve_with
 from tests.integrations import test_deep_ep
 from tests.moe import test_layout as layout_kernel
+from tests.moe import test_left_out as left_out
 from tests.moe import test_node_kernels as node_kernels
 from tests.moe import test_one_output as one_output
 from tests.moe import test_statistics as statistics
@@ -87,6 +88,12 @@ def _over_nodes(rank: int, size: int) -> None:
 @pytest.mark.parametrize(("size", "per_node"), [(4, 2), (3, 1), (6, 2)])
 def test_over_nodes(size: int, per_node: int) -> None:
     _on_ranks(size, _over_nodes, EP_PLUGIN_RANKS_PER_NODE=str(per_node))
+
+
+@pytest.mark.slow
+def test_rows_left_out_over_nodes() -> None:
+    _on_ranks(4, left_out.every_limit, 2, (4,), EP_PLUGIN_RANKS_PER_NODE="2")
+    _on_ranks(3, left_out.every_limit, 1, (13,), EP_PLUGIN_RANKS_PER_NODE="1")
 
 
 @pytest.mark.deadline

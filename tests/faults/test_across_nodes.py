@@ -317,7 +317,8 @@ def test_ranks_that_disagree_on_the_chunks_of_a_rail() -> None:
         assert "rail_chunks=2" in said and "rail_chunks=None" in said and "rank 3" in said
 
 
-_TOKENS_WORD, _FIRST_COUNT = _C.header_fields.index("num_tokens"), len(_C.header_fields)
+_TOKENS_WORD = _C.header_fields.index("num_tokens")
+_FIRST_COUNT = len(_C.header_fields) + _C.crossing_words
 # What rank 2 sends in place of its counts (int64), or of the expert ids of a chunk (int32): how it changes them, and
 # what ranks say.
 GARBAGE: dict[str, tuple[str, Callable[[torch.Tensor], Any], str]] = {

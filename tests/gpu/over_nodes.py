@@ -24,6 +24,7 @@ from ep_plugin.moe import legs
 from ep_plugin.testing.nodes import Cluster, variables_of
 from tests.gpu import checks, features, gradients, graphs
 from tests.integrations import on_cpus
+from tests.moe import test_left_out
 from tests.ranks import note
 
 NODES = 2
@@ -127,7 +128,7 @@ def rows_cross_once(rank: int, size: int) -> None:
     row, ids, weights = case.hidden * case.dtype.itemsize, 4 * case.topk, 4 * case.topk
     with checks.communicator(case, rank, size, timeout_s=60, rail_chunks=3) as comm:
         device = comm.engine.device
-        counts = 8 * (9 + 3 * (1 + size // NODES + per_node))  # the header, and in each chunk counts of the other node
+        counts = 8 * (11 + 3 * (1 + size // NODES + per_node))  # the header, and in each chunk counts of the other node
         known = counts if device.type == "cpu" else 0  # GPUs compare nothing where the host waits for nothing
         x, topk_ids, topk_weights = (part[rank].to(device) for part in (given.x, given.ids, given.weights))
 
@@ -140,6 +141,25 @@ def rows_cross_once(rank: int, size: int) -> None:
         _, back = bytes_of(lambda: comm.combine(out.tokens, handle))
     expected = [sent * (row + ids + weights) + counts, sent * row + known, returned * row + known]
     assert [fresh, cached, back] == expected
+
+
+def rows_left_out(rank: int, size: int) -> None:
+    """Results are those of a routing without the pairs for which a leg has no room, and all ranks know their number."""
+    case = checks.Case(tokens=90, hidden=256, topk=4, ragged=17)
+    given = checks.make_inputs(case, size, 6)
+    arrived, rows, required = test_left_out.left_out(given.ids, NODES, case.experts_per_rank * size, 30)
+    assert rows > 0
+    settings: dict[str, Any] = {"max_tokens_per_rank": case.tokens, "max_rows_per_node": 30}
+    found = []
+    with checks.communicator(case, rank, size, timeout_s=60, rail_chunks=test_left_out.CHUNKS, **settings) as comm:
+        for ids in (given.ids[rank], arrived[rank]):
+            x, topk_ids, weights = (part.to(comm.engine.device) for part in (given.x[rank], ids, given.weights[rank]))
+            out, handle = comm.dispatch(x, topk_ids, weights, capacity=case.tokens * case.topk * size)
+            sums = comm.combine(out.tokens.sin(), handle, weights=out.weights)
+            told = int(out.left_out), int(out.required_per_node)
+            found.append((told, out.tokens, out.weights, out.num_tokens_per_expert, sums))
+    assert found[0][0] == (rows, required) and found[1][0][0] == 0
+    assert all(torch.equal(*both) for both in zip(found[0][1:], found[1][1:], strict=True))
 
 
 def replayed(rank: int, size: int) -> None:
@@ -200,6 +220,7 @@ CASES: dict[str, Callable[[int, int], Any]] = {
     for check in (
         bits_do_not_depend_on_chunks,
         rows_cross_once,
+        rows_left_out,
         features.scales_travel,
         quantised,
         features.capacity,

@@ -73,11 +73,11 @@ def _cost(enabled: bool, dtype: torch.dtype, policy: MixedPrecisionPolicy) -> _C
     """Of a step after the first: what was copied, and the most memory, both as multiples of the parameters."""
     from ep_plugin.integrations import fsdp2
 
-    model = nn.Linear(512, 512, bias=False, dtype=dtype)
+    model = nn.Linear(2048, 2048, bias=False, dtype=dtype)
     fully_shard(model, mp_policy=policy, reshard_after_forward=False)
     if enabled:
         fsdp2.enable(model)
-    rows = torch.ones(2, 512, dtype=policy.param_dtype or dtype)
+    rows = torch.ones(2, 2048, dtype=policy.param_dtype or dtype)
     whole = model.weight.numel()
 
     def step() -> None:

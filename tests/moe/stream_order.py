@@ -273,7 +273,10 @@ def _accesses(name: str, a: Any, layout: Any) -> Iterator[tuple[int, int, bool]]
         yield a.counts, 4 * (a.nodes.num_ranks + a.num_nodes + a.nodes.num_experts), True
         if a.messages:
             ranks = a.nodes.num_ranks // a.num_nodes
-            yield a.messages, _messages_bytes(a.nodes, ranks, a.nodes.num_experts // a.num_nodes), True
+            sent = _messages_bytes(a.nodes, ranks, a.nodes.num_experts // a.num_nodes)
+            yield a.messages, sent, True
+            own = a.messages + sent + sent // a.num_nodes * a.nodes.node
+            yield own + 8 * len(_C.header_fields), 8 * _C.crossing_words, True
             yield a.rail_rows, 4 * a.num_tokens * a.num_nodes, True
             yield a.own_ids, 4 * a.num_tokens * a.topk, True
     elif name == "place":
@@ -330,7 +333,7 @@ def _accesses_of_segment(name: str, a: Any, layout: Any) -> Iterator[tuple[int, 
             (a.row_expert_ids, 4 * a.capacity),
             (a.expert_count, 4),
             (a.expert_offset, 4),
-            (a.overflow, 8),
+            (a.overflow, 16),
         ):
             yield address, nbytes, True
     elif name == "combine_send":

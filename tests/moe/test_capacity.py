@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -69,14 +70,26 @@ def _check(out: DispatchOutput, expected: ReferenceOutput, required: int, capaci
     assert out.overflow.shape == out.required.shape == ()
 
 
-def _one(rank: int, comm: MoECommunicator, inputs: Inputs, share: float, spare: int) -> None:
-    """Each rank's capacity is `share` of the rows that it needs, plus `spare`."""
+def check_capacity(
+    rank: int,
+    comm: MoECommunicator,
+    inputs: Inputs,
+    share: float,
+    spare: int,
+    given: Sequence[torch.Tensor] | None = None,
+) -> tuple[DispatchOutput, DispatchOutput]:
+    """Compares a dispatch, another one with its handle, and a combine with the oracle. Returns the outputs of both.
+
+    Each rank's capacity is `share` of the rows that it needs, plus `spare`. given: the ids of each rank's dispatch, if
+    they are not those of the oracle.
+    """
     case, layout, alignment = inputs.case, comm.config.layout, comm.config.expert_alignment
     full = inputs.expected(layout, alignment)
     capacities = [int(share * len(out.tokens)) + spare for out in full]
     cut = [_cut(out, capacity, layout) for out, capacity in zip(full, capacities, strict=True)]
+    ids = (given or inputs.ids)[rank]
     with poisoned():
-        out, handle = comm.dispatch(inputs.x[rank], inputs.ids[rank], inputs.weights[rank], capacity=capacities[rank])
+        out, handle = comm.dispatch(inputs.x[rank], ids, inputs.weights[rank], capacity=capacities[rank])
         _check(out, cut[rank], len(full[rank].tokens), capacities[rank])
         y = [expert_rows(len(o.tokens), case.hidden, case.dtype, r) for r, o in enumerate(cut)]
         weights = [o.weights for o in cut]
@@ -89,13 +102,14 @@ def _one(rank: int, comm: MoECommunicator, inputs: Inputs, share: float, spare: 
         fresh = replace(inputs, x=[x + 1 for x in inputs.x])
         again, _ = comm.dispatch(
             fresh.x[rank],
-            inputs.ids[rank],
+            ids,
             inputs.weights[rank],
             previous_handle=handle,
             capacity=capacities[rank],
         )
         fresh_cut = _cut(fresh.expected(layout, alignment)[rank], capacities[rank], layout)
         _check(again, fresh_cut, len(full[rank].tokens), capacities[rank])
+    return out, again
 
 
 def _every_capacity(rank: int, size: int) -> None:
@@ -107,7 +121,8 @@ def _every_capacity(rank: int, size: int) -> None:
             with communicator(case, layout, **settings) as comm:
                 for share, spare in ((1.0, 0), (1.0, 7), (2.0, 300), (0.7, 0), (0.25, 1), (0.0, 1), (0.0, 0)):
                     with named((layout, alignment, routing, share, spare)):
-                        _one(rank, comm, inputs, share, spare)
+                        out, _ = check_capacity(rank, comm, inputs, share, spare)
+                        assert out.left_out is None or not int(out.left_out)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 6])

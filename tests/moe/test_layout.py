@@ -116,7 +116,10 @@ def counts(rank: int, size: int) -> None:
 
 
 def messages(rank: int, size: int) -> None:
-    """For each node: the header, the tokens of each chunk for it, and their parts. Rows are numbered in each chunk."""
+    """For each node: the header, what was left out, the tokens of each chunk for it, and the parts of those that go.
+
+    Rows are numbered in each chunk. With room for few of them, the last ones are left out.
+    """
     header = _C.Header(**{name: 2**40 + number for number, name in enumerate(_C.header_fields)})
     of_header = [getattr(header, name) for name in _C.header_fields]
     for name, case in CASES.items():
@@ -124,10 +127,15 @@ def messages(rank: int, size: int) -> None:
         N, G = node_map.num_nodes, node_map.ranks_per_node
         R, E, own = N * G, N * G * case.experts_per_rank, seed % N
         places = places_of_ranks(node_map, here())
-        for chunks, dtype in ((1, torch.int64), (3, torch.int32)):
+        for chunks, dtype, padded in (
+            (1, torch.int64, 0),
+            (3, torch.int32, 0),
+            (3, torch.int64, 2),
+            (1, torch.int32, 9),
+        ):
             ids = _ids(case, dtype, seed)
             given, words = ids.to(here()), _C.message_words(chunks, G, E // N)
-            written, rows, copy = _guarded(8 * N * words), _guarded(4 * case.tokens * N), _guarded(4 * ids.numel())
+            written, rows, copy = _guarded(16 * N * words), _guarded(4 * case.tokens * N), _guarded(4 * ids.numel())
             group = _C.Nodes(rank_place=places.data_ptr(), num_ranks=R, num_experts=E, num_chunks=chunks, node=own)
             kernels_for(here()).layout(
                 _C.LayoutArgs(
@@ -141,26 +149,38 @@ def messages(rank: int, size: int) -> None:
                     topk=case.topk,
                     num_nodes=N,
                     id_bytes=given.element_size(),
+                    padded=padded,
                     stream=current_stream(here()),
                 )
             )
-            found = _written(written, torch.int64, N, words)
+            found, received = _written(written, torch.int64, 2, N, words)
             numbers = _written(rows, torch.int32, case.tokens, N)
-            with named((name, chunks)):
+            left_out, longest = 0, 0
+            with named((name, chunks, padded)):
                 valid = ids.where((ids >= 0) & (ids < E), -1).int()
                 same_bits("own_ids", _written(copy, torch.int32, *ids.shape), valid)
-                assert found[:, : len(of_header)].tolist() == [of_header] * N
-                counts, parts = found[:, len(of_header) :].split([chunks, chunks * (G + E // N)], 1)
+                sizes = [len(of_header), _C.crossing_words, chunks, chunks * (G + E // N)]
+                headers, crossing, counts, parts = found.split(sizes, 1)
+                assert headers.tolist() == [of_header] * N
                 for chunk, (first, last) in enumerate(itertools.pairwise(chunk_bounds(case.tokens, chunks))):
-                    per_rank, per_node, per_expert, in_rank = expected_layout(ids[first:last], E, node_map)
+                    _, per_node, _, in_rank = expected_layout(ids[first:last], E, node_map)
                     assert counts[:, chunk].tolist() == per_node.tolist()
                     for node, ranks in enumerate(node_map.nodes):
+                        is_there = in_rank[:, list(ranks)].any(1)
+                        number, room = is_there.cumsum(0) - 1, padded if padded and node != own else case.tokens
+                        goes = is_there & (number < room)
+                        per_rank, _, per_expert, _ = expected_layout(ids[first:last][goes], E, node_map)
                         of_ranks, of_experts = per_rank[list(ranks)], per_expert.view(R, -1)[list(ranks)].flatten()
                         wanted = torch.cat([of_ranks, of_experts]).tolist()
                         assert parts[node].view(chunks, -1)[chunk].tolist() == wanted
-                        goes = in_rank[:, list(ranks)].any(1) & (node != own)
-                        expected = torch.where(goes, goes.cumsum(0) - 1, -1).int()
+                        expected = torch.where(goes & (node != own), number, -1).int()
                         same_bits("rail_rows", numbers[first:last, node].contiguous(), expected)
+                        if node != own:
+                            left_out += int((is_there & ~goes).sum())
+                            longest = max(longest, int(is_there.sum()))
+                told = [left_out, chunks * longest] if padded else [0, 0]
+                assert crossing.tolist() == [told] * N
+                assert received[own, sizes[0] : sizes[0] + sizes[1]].tolist() == told
 
 
 def returns_counts(rank: int, size: int) -> None:

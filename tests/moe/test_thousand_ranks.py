@@ -30,6 +30,7 @@ N, G, LOCAL, T, K = 128, 8, 4, 4096, 8
 R, E = N * G, N * G * LOCAL
 C, M, ORIGINS = 4, 5, N - 1
 HEADER = len(_C.header_fields)
+FIRST = HEADER + _C.crossing_words  # of the counts in a message
 NODE, INDEX = 77, 5
 FIRST_EXPERT_HERE = (NODE * G) * LOCAL  # where ranks are in order
 MOST_BYTES = 64 << 20
@@ -47,7 +48,7 @@ class _Rails:
         self.sent = {node: half[begin : begin + size].view(torch.int64).tolist() for node, half, begin, size in sends}
         for node, half, begin, size in receives:
             words = self.sent[node].copy()
-            words[HEADER : HEADER + C] = [self._counts(node)] * C
+            words[FIRST : FIRST + C] = [self._counts(node)] * C
             half[begin : begin + size].view(torch.int64).copy_(torch.tensor(words))
 
     bytes_sent = bytes_received = 0
@@ -190,21 +191,22 @@ def test_every_rank_has_a_place(nodes: Nodes) -> None:
 def test_one_message_of_counts_goes_to_each_other_node(nodes: Nodes) -> None:
     engine = nodes.engine
     header = _C.Header(**dict.fromkeys(_C.header_fields, 1) | {"num_tokens": T})
-    words = HEADER + C * (1 + G + G * LOCAL)
+    words = FIRST + C * (1 + G + G * LOCAL)
     messages = nodes.messages()
     assert messages.shape == (2, N, words)
     messages[0] = torch.arange(N * words).view(N, words)
+    messages[0, :, HEADER:FIRST] = 0
     messages[0, :, :HEADER] = torch.tensor([*[1] * (HEADER - 1), T])
-    messages[0, :, HEADER : HEADER + C] = 2 * torch.arange(N).unsqueeze(1)
+    messages[0, :, FIRST : FIRST + C] = 2 * torch.arange(N).unsqueeze(1)
     sent, received = nodes.exchange_counts(header, messages, padded=False)()
     assert sent == [2 * leg.to for leg in nodes.legs]
     assert received == [leg.source for leg in nodes.legs]
     assert engine.rails.sent.keys() == set(range(N)) - {NODE}
     assert {len(words) for words in engine.rails.sent.values()} == {words}
     sources = [leg.source for leg in nodes.legs[:ORIGINS]]
-    assert messages[1, sources, HEADER + C :].equal(messages[0, sources, HEADER + C :]), "the stand-in sends it back"
+    assert messages[1, sources, FIRST + C :].equal(messages[0, sources, FIRST + C :]), "the stand-in sends it back"
     for nodes.host_waits in (False, True):
-        rows = [T // C] * len(nodes.legs)
+        rows = [2 * K * T // N // C] * len(nodes.legs)
         assert nodes.exchange_counts(header, messages, padded=True)() == (rows, rows)
 
 
@@ -218,7 +220,7 @@ def test_messages_are_those_of_a_plain_count(nodes: Nodes) -> None:
     began = time.monotonic()
     call._new_segments(routing, _C.Header(), False).lay_out(nodes.engine.control)
     assert time.monotonic() - began < MOST_SECONDS
-    node_map, rows_at = nodes.engine.node_map, HEADER + C
+    node_map, rows_at = nodes.engine.node_map, FIRST + C
     for chunk, (first, last) in enumerate(itertools.pairwise(chunk_bounds(T, C))):
         tokens = ids[first:last].tolist()
         for node in (0, NODE, N - 1):
@@ -228,7 +230,7 @@ def test_messages_are_those_of_a_plain_count(nodes: Nodes) -> None:
             experts = torch.bincount(ids[first:last].flatten().clamp_min(-1) + 1, minlength=E + 1)[1:].view(R, LOCAL)
             message = call._messages[0, node]
             parts = message[rows_at:].view(C, -1)[chunk].tolist()
-            assert message[HEADER + chunk] == rows
+            assert message[FIRST + chunk] == rows
             assert parts == [*by_rank, *experts[list(ranks)].flatten().tolist()]
 
 
@@ -289,7 +291,7 @@ def test_a_token_crosses_once_to_each_node_that_it_needs() -> None:
         call._route(lambda op, tokens: header)
         routing = call._routing
         landed = routing.tokens[1]
-        call._messages[1, :, HEADER + C :] = call._messages[0, :, HEADER + C :]
+        call._messages[1, :, FIRST + C :] = call._messages[0, :, FIRST + C :]
         of_landed = ids.int().repeat(2, 1)[:landed].contiguous()
         segments = call._segments
         segments.routing, segments.landed_ids = routing.struct, of_landed.data_ptr()
@@ -344,9 +346,11 @@ def test_the_plan_kernel_counts_the_tokens_of_every_segment(nodes: Nodes) -> Non
 
 
 def test_sizes_with_a_capacity_are_known_before_dispatch(nodes: Nodes) -> None:
-    """Legs are as long as the most tokens of a rank, so memory grows with the nodes: a communicator says how much."""
-    assert nodes.plan_words(T, K, 1) == T * N + M * nodes.layout.words + N * T * (2 * K + G)
-    assert nodes.slots(1) == N * G * T
+    """Legs have room for twice the mean of evenly drawn experts: 2 K rows of each token for all nodes together."""
+    rows = T + C * (N - 1) * (2 * K * T // N // C)
+    assert rows < T * (1 + 2 * K)
+    assert nodes.plan_words(T, K, 1) == T * N + M * nodes.layout.words + rows * (2 * K + G)
+    assert nodes.slots(1) == G * rows
 
 
 @pytest.mark.parametrize("alignment", [1, 16])

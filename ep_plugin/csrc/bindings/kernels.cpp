@@ -125,7 +125,7 @@ void bind_node_args(py::module_& m) {
             num_rows, topk, element, num_tokens, num_nodes, node, num_sms, wide_bias, stream);
   EP_STRUCT(m, AddCountsArgs, sums, counts, row_stride, num_rows, num_columns, stream);
   EP_STRUCT(m, LayoutArgs, ids, nodes, counts, in_rank, messages, rail_rows, own_ids, header, num_tokens, topk,
-            num_nodes, id_bytes, stream);
+            num_nodes, id_bytes, padded, stream);
   EP_STRUCT(m, PlaceArgs, comm, nodes, metas, messages, rail_rows, num_tokens, padded, alignment, stream);
 }
 
@@ -134,11 +134,12 @@ void bind_sizes(py::module_& m) {
         [](int ranks, int experts, int origins) { return control_layout(ranks, experts, origins).bytes; });
   EP_STRUCT(m, MetaLayout, rank_count, expert_count, send_base, combine_base, recv_offset, src_tokens, token_base,
             token_rows, flat_base, expert_offset, expert_rows, origin_end, origin_rows, send_chunk_end, recv_chunk_end,
-            max_rows, words);
+            max_rows, crossing, words);
   m.def("meta_layout", &meta_layout);
   m.def("block_count_words", [](int num_tokens, int ranks, int experts) {
     return plan_blocks(num_tokens) * plan_block_words(ranks, experts);
   });
+  m.attr("crossing_words") = kCrossingWords;
   m.def("message_words",
         [](int chunks, int ranks, int experts) { return MessageLayout(chunks, ranks, experts).words(); });
   m.def("slot_bytes", [](int64_t row_bytes, int64_t scale_bytes, int64_t weight_bytes, int64_t topk) {

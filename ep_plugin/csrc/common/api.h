@@ -137,7 +137,7 @@ struct DispatchRecvArgs {
   Address row_expert_ids;  // FLAT: int32 [capacity]; 0 in TOKEN_MAJOR
   Address expert_count;    // int32 [E_l]: FLAT: rows in the output; TOKEN_MAJOR: rows received, dropped ones too
   Address expert_offset;   // int32 [E_l+1]; no entry is larger than capacity (FLAT)
-  Address overflow;        // int32 [2]: 1 if rows were dropped, and the rows required; or 0
+  Address overflow;        // int32 [4]: 1 if rows were dropped, the rows required, MetaLayout::crossing; or 0
   int64_t capacity;        // rows of the output
   int32_t num_sms;         // CUDA
   int32_t fresh;           // 1: also writes the routing's recv_rows and recv_chunk_end; 0: a cached dispatch
@@ -278,20 +278,25 @@ struct AddCountsArgs {
 // once for each of them. An id outside [0, E) counts as dropped. The kernel needs no communicator.
 //
 // With `messages` it counts each of the chunks [T * c / C, T * (c + 1) / C) and writes the message that each node gets
-// (common/layout.h), and numbers the tokens of a chunk that go to each other node. N nodes.
+// (common/layout.h), and numbers the tokens of a chunk that go to each other node. Where `padded` is no room for all
+// of them, it leaves the last ones out. N nodes.
 struct LayoutArgs {
   Address ids;        // [T,K] contiguous
   Nodes nodes;        // num_chunks 0 stands for 1
   Address counts;     // out: int32 [R + num_nodes + E]: tokens of each rank, of each node, of each expert; or 0
   Address in_rank;    // out: bool [T,R]: whether the token has an expert on the rank; or 0
-  Address messages;   // out: int64 [N, message_words] by node; or 0: then this and what follows is not used
-  Address rail_rows;  // out: int32 [T,N]: the token's number among those of its chunk for the node; -1: none, own node
+  Address messages;   // out: int64 [2, N, message_words] by node: the first half, and of the other this node's
+                      // crossing. Or 0: then this and what follows is not used
+  Address rail_rows;  // out: int32 [T,N]: the token's number among those of its chunk for the node; -1: none, left
+                      // out, own node
   Address own_ids;    // out: int32 [T,K]: the ids; -1: dropped
   Header header;      // of the messages
   int32_t num_tokens;
   int32_t topk;
   int32_t num_nodes;  // 0: nodes are not counted
   int32_t id_bytes;   // 4 or 8
+  int32_t padded;     // the most rows of a chunk for another node; 0: any number
+  int32_t reserved;
   Address stream;
 };
 

@@ -121,6 +121,13 @@ enum Step : int32_t {
 };
 constexpr int kStateSteps = kCombineAdd;  // the steps that use State; others have words of their own
 
+// What a dispatch with a capacity leaves out of its rows for other nodes, in messages, in count rows and in meta.
+enum Crossing : int32_t {
+  kLeftOut = 0,   // rows that were left out
+  kMostRows = 1,  // the rows of a rank for a node that there must be room for, so that none is left out
+};
+constexpr int kCrossingWords = 2;
+
 // ---------------------------------------------------------------------------------------------------------------
 // The control block: one per rank, written by peers. It starts as zeros and is never reset.
 
@@ -139,13 +146,14 @@ struct Opening {
 static_assert(sizeof(Opening) == 128 && sizeof(Arrival) == 16, "peers write these whole");
 
 // A count row is 64-bit words: the halves of a Header, lower ones first, then num_rows_for_rank[R], and, for each
-// expert of the rank that it goes to, num_rows_for_expert[E_l]. If the tokens have several origins, the part of each
-// origin in these counts follows: the rows for the rank that the count row goes to, then num_rows_for_expert[E_l]. The
+// expert of the rank that it goes to, num_rows_for_expert[E_l]. If the tokens come from other nodes, what was left out
+// on the way follows, as far as this rank knows (MessageLayout), and the part of each origin in these counts: the rows
+// for the rank that the count row goes to, then num_rows_for_expert[E_l]. O = 0: they are this rank's own. The
 // higher half of each word is the lower half of the epoch. So a word needs no flag beside it: a reader waits for the
 // words themselves.
 constexpr int kHeaderWords = 2 * kHeaderFields;
 EP_HD constexpr int count_row_words(int R, int E, int O) {
-  return kHeaderWords + R + E / R + (O > 1 ? O * (1 + E / R) : 0);
+  return kHeaderWords + R + E / R + (O > 0 ? kCrossingWords + O * (1 + E / R) : 0);
 }
 EP_HD constexpr uint64_t tagged(uint64_t epoch, uint32_t value) { return epoch << 32 | value; }
 EP_HD constexpr bool has_tag(uint64_t word, uint64_t epoch) { return ((word >> 32 ^ epoch) & UINT32_MAX) == 0; }
@@ -153,14 +161,16 @@ EP_HD constexpr int64_t count_row_bytes(int R, int E, int O) {
   return align_up(8 * static_cast<int64_t>(count_row_words(R, E, O)), 128);
 }
 
-// The message of a dispatch to the rank with the same number on another node, int64: the Header; for each of the C
-// chunks the tokens for the node; then for each chunk the tokens for each of the node's R ranks and the pairs for each
-// of its E experts.
+// The message of a dispatch to the rank with the same number on another node, int64: the Header; what the sender has
+// left out of its rows for all nodes; for each of the C chunks the tokens for the node; then for each chunk the tokens
+// for each of the node's R ranks and the pairs for each of its E experts. Tokens that were left out for the node are in
+// the third alone. Rows are left out where a dispatch with a capacity has less room for a node than its tokens need.
 struct MessageLayout {
   int num_chunks, keys;
   EP_HD constexpr MessageLayout(int C, int R, int E) : num_chunks(C), keys(R + E) {}
-  EP_HD constexpr int64_t tokens(int chunk) const { return kHeaderFields + chunk; }
-  EP_HD constexpr int64_t parts(int chunk) const { return kHeaderFields + num_chunks + int64_t{chunk} * keys; }
+  EP_HD constexpr int64_t crossing() const { return kHeaderFields; }
+  EP_HD constexpr int64_t tokens(int chunk) const { return kHeaderFields + kCrossingWords + chunk; }
+  EP_HD constexpr int64_t parts(int chunk) const { return tokens(num_chunks) + int64_t{chunk} * keys; }
   EP_HD constexpr int64_t words() const { return parts(num_chunks); }
 };
 
@@ -266,6 +276,7 @@ struct MetaLayout {
   int64_t send_chunk_end;  // [R][C]  rows of this rank for rank d up to the end of chunk c
   int64_t recv_chunk_end;  // [R][C]  rows received from source s up to the end of its chunk c
   int64_t max_rows;        // [1]     the most rows that any rank sends to any
+  int64_t crossing;        // [2]     what all ranks of all nodes together have left out, enum Crossing
   int64_t words;
 };
 EP_HD constexpr MetaLayout meta_layout(int R, int E, int O) {
@@ -287,7 +298,8 @@ EP_HD constexpr MetaLayout meta_layout(int R, int E, int O) {
   at.send_chunk_end = at.origin_rows + static_cast<int64_t>(E) * O;
   at.recv_chunk_end = at.send_chunk_end + static_cast<int64_t>(R) * kMaxChunks;
   at.max_rows = at.recv_chunk_end + static_cast<int64_t>(R) * kMaxChunks;
-  at.words = at.max_rows + 1;
+  at.crossing = at.max_rows + 1;
+  at.words = at.crossing + kCrossingWords;
   return at;
 }
 

@@ -20,15 +20,22 @@ EP_HD int origin_of_node(const Comm& comm, const Nodes& nodes, int node) { retur
 
 // The tokens of one origin.
 struct OriginCounts {
-  int64_t tokens;        // with those that pad them
-  int64_t real_tokens;   // the others
+  int64_t tokens;        // with those that pad them, without those that were left out
+  int64_t real_tokens;   // without those that pad them
   const int64_t* parts;  // [R + E]: tokens for each rank, then pairs for each expert
 };
 EP_HD OriginCounts counts_of(const Comm& comm, const Nodes& nodes, const Origins& origins, int origin) {
   const MessageLayout lay = message_layout(comm, nodes);
   const int64_t* message = at<const int64_t>(origins.messages) + node_of_origin(comm, nodes, origin) * lay.words();
-  const int64_t tokens = message[lay.tokens(origins.chunk)];
-  return OriginCounts{origins.padded > 0 ? origins.padded : tokens, tokens, message + lay.parts(origins.chunk)};
+  const int64_t tokens = message[lay.tokens(origins.chunk)], padded = origins.padded;
+  const bool is_short = padded > 0 && padded < tokens;
+  return OriginCounts{padded > 0 ? padded : tokens, is_short ? padded : tokens, message + lay.parts(origins.chunk)};
+}
+
+// What the rank with this rank's number on `node` has left out, as its message says.
+EP_HD const int64_t* crossing_of(const Comm& comm, const Nodes& nodes, const Origins& origins, int node) {
+  const MessageLayout lay = message_layout(comm, nodes);
+  return at<const int64_t>(origins.messages) + node * lay.words() + lay.crossing();
 }
 
 EP_HD int num_experts_of(const PlanArgs& args) {
@@ -69,6 +76,11 @@ class CountPlaces {
         lay_(num_chunks_of(args), ranks_, ranks_ * per_rank_) {}
 
   EP_HD int64_t* message(int node) const { return at<int64_t>(args_.messages) + node * lay_.words(); }
+  // This rank's own message among those that it receives.
+  EP_HD int64_t* received_from_here() const { return message(args_.num_nodes + args_.nodes.node); }
+  EP_HD int64_t tokens(int chunk, int node) const { return message(node)[lay_.tokens(chunk)]; }
+  EP_HD int64_t* parts(int chunk, int node) const { return message(node) + lay_.parts(chunk); }
+  EP_HD int64_t* crossing(int64_t* message) const { return message + lay_.crossing(); }
   EP_HD void write(int chunk, int number, int32_t count) const {
     if (args_.messages == 0) {
       at<int32_t>(args_.counts)[number] = count;
@@ -89,6 +101,13 @@ class CountPlaces {
   const int ranks_, per_rank_;  // of a node, and experts of a rank
   const MessageLayout lay_;
 };
+
+// Adds up what is left out of one chunk's tokens for one node.
+EP_HD void add_left_out(const LayoutArgs& args, int64_t tokens, int64_t* crossing) {
+  const int64_t most = tokens * num_chunks_of(args);
+  if (args.padded > 0 && tokens > args.padded) crossing[kLeftOut] += tokens - args.padded;
+  if (args.padded > 0 && most > crossing[kMostRows]) crossing[kMostRows] = most;
+}
 
 // --- Place ---------------------------------------------------------------------------------------------------------
 

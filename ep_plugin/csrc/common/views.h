@@ -68,7 +68,7 @@ EP_HD void store_id(const DispatchRecvArgs& args, int64_t pair, int32_t id) {
 struct Meta {
   int32_t *rank_prefix, *rank_count, *expert_count, *send_base, *combine_base, *recv_offset, *src_tokens, *token_base,
       *token_rows, *flat_base, *expert_offset, *expert_rows, *origin_end, *origin_rows, *send_chunk_end,
-      *recv_chunk_end, *max_rows;
+      *recv_chunk_end, *max_rows, *crossing;
 };
 EP_HD Meta meta_at(const Comm& comm, Address meta) {
   const MetaLayout lay = meta_layout(comm.num_ranks, comm.num_experts, comm.num_origins);
@@ -77,12 +77,12 @@ EP_HD Meta meta_at(const Comm& comm, Address meta) {
               words + lay.combine_base, words + lay.recv_offset, words + lay.src_tokens,     words + lay.token_base,
               words + lay.token_rows,   words + lay.flat_base,   words + lay.expert_offset,  words + lay.expert_rows,
               words + lay.origin_end,   words + lay.origin_rows, words + lay.send_chunk_end, words + lay.recv_chunk_end,
-              words + lay.max_rows};
+              words + lay.max_rows,     words + lay.crossing};
 }
 EP_HD Meta meta_of(const Comm& comm, const Routing& routing) { return meta_at(comm, routing.meta); }
 
-// Whether the count rows of a notify have the counts of origins.
-EP_HD bool has_origins(const NotifyArgs& args) { return args.origins.messages != 0 && args.comm.num_origins > 1; }
+// Whether the tokens of a notify have come from other nodes.
+EP_HD bool has_origins(const NotifyArgs& args) { return args.origins.messages != 0; }
 
 // The origin of row `position` among the rows of `source`. The last one, if the position is past all rows.
 EP_HD int origin_of(const Comm& comm, const Meta& meta, int source, int32_t position) {

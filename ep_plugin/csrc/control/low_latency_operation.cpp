@@ -205,8 +205,9 @@ Object LowLatencyDispatch::made() const {
         tuple_of({src_info_.get(), layout_range_.get(), max_tokens_.get(), hidden.get(), num_experts_.get()});
     return received && handle ? tuple_of({received.get(), counts_.get(), handle.get()}) : Object();
   }
-  const Object output = named_tuple(objects.output_type, {rows_.get(), or_none(scales_), Py_None, Py_None, Py_None,
-                                                          counts_.get(), Py_None, offsets_.get(), Py_None, Py_None});
+  const Object output =
+      named_tuple(objects.output_type, {rows_.get(), or_none(scales_), Py_None, Py_None, Py_None, counts_.get(),
+                                        Py_None, offsets_.get(), Py_None, Py_None, Py_None, Py_None});
   const Object handle = topk_ids_ ? named_tuple(objects.handle_type, {topk_ids_.get(), words_.get(), objects.nothing,
                                                                       objects.nothing, engine_->number.get()})
                                   : handle_;

@@ -66,6 +66,7 @@ bool SegmentedDispatch::lay_out(const HighThroughput& engine) const {
   args.topk = static_cast<int32_t>(routing.topk);
   args.num_nodes = num_nodes_of(*engine.comm, routing.nodes);
   args.id_bytes = id_bytes;
+  args.padded = padded;
   args.stream = engine.streams.own;
   return engine.run([&] { engine.kernels.layout(args); });
 }

@@ -10,6 +10,7 @@ into one output.
 3. When all legs of a chunk have arrived, its tokens are planned and dispatched.
 
 With a capacity, all legs have one size and the host waits for nothing. Tokens without experts pad a leg to that size.
+Tokens for which a leg has no room are left out, the last ones first.
 
 The number of kernels, of exchanges and of host waits depends on the number of chunks alone, not on the number of nodes.
 
@@ -31,7 +32,7 @@ from ep_plugin.moe.arguments import MOST_ROWS, address, bulk_ready, check_dispat
 from ep_plugin.moe.high_throughput.dispatch import empty_rows
 from ep_plugin.moe.high_throughput.engine import DISPATCH_POOL
 from ep_plugin.moe.in_flight import Operation, Tensors
-from ep_plugin.moe.layout import DispatchCall, DispatchHandle, DispatchResult
+from ep_plugin.moe.layout import NUM_LIMITS, DispatchCall, DispatchHandle, DispatchResult
 from ep_plugin.moe.statistics import current_layer
 
 _DISPATCH, _CACHED = int(_C.Op.DISPATCH), int(_C.Op.CACHED_DISPATCH)
@@ -306,7 +307,7 @@ class DispatchAcrossNodes(Operation):
         local, words = engine.local_experts, routing.plan
         rows = call.capacity if call.capacity is not None else totals[_ROWS if engine.flat else _SLOTS]
         counts, offsets = words.new_empty(local), words.new_empty(local + 1)
-        limits = None if call.capacity is None else words.new_empty(2)
+        limits = None if call.capacity is None else words.new_empty(NUM_LIMITS)
         host_counts = None
         if call.capacity is None:
             counted = totals[_C.num_totals : engine.num_totals]

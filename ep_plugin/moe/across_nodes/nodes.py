@@ -18,12 +18,13 @@ from ep_plugin.errors import CaptureRefused, DisagreementError, EpPluginError, P
 from ep_plugin.moe.across_nodes.tables import output_order, places_of_ranks
 from ep_plugin.moe.high_throughput.engine import HighThroughputEngine
 from ep_plugin.moe.high_throughput.load import HighThroughputLoad
-from ep_plugin.moe.legs import legs_of, num_chunks, num_origins, num_segments
+from ep_plugin.moe.legs import legs_of, num_chunks, num_origins, num_segments, padded_rows
 from ep_plugin.runtime.faults import DISAGREE_ON
 from ep_plugin.transport.rails import Piece, UnderWay
 
 _HEADER = _C.header_fields
 _NUM_COMPARED = len(_HEADER) - 1  # all but num_tokens, the last one
+_FIRST_COUNT = len(_HEADER) + _C.crossing_words  # of a message
 
 
 RowsOfLegs: TypeAlias = tuple[list[int], list[int]]
@@ -105,14 +106,8 @@ class Nodes:
         return None if capacity is None else sum(self.padded_slots())
 
     def padded_rows(self) -> list[int]:
-        """Returns the rows of each leg if the host knows no counts: the most that it can have.
-
-        Each leg has room for the longest chunk of a rank with ``max_tokens_per_rank`` tokens. No rank with fewer tokens
-        has a longer chunk, although its i-th chunk may be longer than the i-th chunk of that rank.
-        """
-        most = self.engine.config.max_tokens_per_rank
-        assert most is not None
-        return [-(-most // self.chunks)] * len(self.legs)
+        """Returns the rows of each leg of a dispatch with a capacity."""
+        return [padded_rows(self.num_nodes, self.engine.config)] * len(self.legs)
 
     def padded_slots(self) -> list[int]:
         """Returns the received slots of each segment if the host knows no counts."""
@@ -146,7 +141,8 @@ class Nodes:
     def messages(self) -> torch.Tensor:
         """Makes the memory for the messages of one dispatch, int64 ``[2, N, message_words]`` (csrc/common/layout.h).
 
-        The first half is sent, the second one received. Nobody sends this node's message of the second half.
+        The first half is sent, the second one received. Nobody sends this node's message of the second half, of which
+        layout writes a part.
         """
         return torch.empty((2, self.num_nodes, self._message_words), dtype=torch.int64, device=self.engine.device)
 
@@ -172,9 +168,8 @@ class Nodes:
             self._check_counts(theirs)
             if padded:
                 return self.padded_rows(), self.padded_rows()
-            first = len(_HEADER)
-            sent = [mine[leg.to][first + leg.chunk] for leg in self.legs]
-            received = [theirs[leg.source][first + leg.chunk] for leg in self.legs]
+            sent = [mine[leg.to][_FIRST_COUNT + leg.chunk] for leg in self.legs]
+            received = [theirs[leg.source][_FIRST_COUNT + leg.chunk] for leg in self.legs]
             most = max(self.tokens_of(0, received))
             if most > _C.max_tokens:
                 raise EpPluginError(
@@ -197,7 +192,7 @@ class Nodes:
         words = [int(getattr(header, name)) for name in _HEADER]
         going = [words + [0] * (self._message_words - len(words)) for _ in range(self.num_nodes)]
         for leg, rows in zip(self.legs, sent, strict=True):
-            going[leg.to][len(words) + leg.chunk] = rows
+            going[leg.to][_FIRST_COUNT + leg.chunk] = rows
         messages = torch.tensor([going, going], dtype=torch.int64, device="cpu")
         self._check_rows(received, self._exchange_and_read(header, messages)()[1])
 
@@ -240,7 +235,7 @@ class Nodes:
                 raise EpPluginError(f"{self.engine.name}: the device did not finish step rail in {most_s:g} s")
             time.sleep(0)
         self.engine.check()  # the wait may have ended because the rail ended
-        return list(copy[..., : len(_HEADER) + self.chunks].tolist())
+        return list(copy[..., : _FIRST_COUNT + self.chunks].tolist())
 
     def start_chunk(
         self, chunk: int, fields: Sequence[Field], sent: Sequence[int], received: Sequence[int], back: bool = False
@@ -315,22 +310,22 @@ class Nodes:
     def _check_rows(self, received: Sequence[int], theirs: list[list[int]]) -> None:
         """Raises DisagreementError unless each leg brings as many rows as this rank expects."""
         for leg, mine in zip(self.legs, received, strict=True):
-            rows = theirs[leg.source][len(_HEADER) + leg.chunk]
+            rows = theirs[leg.source][_FIRST_COUNT + leg.chunk]
             if mine != rows:
                 raise self._disagreement("rows that cross", leg.source, str(mine), str(rows))
 
     def _check_counts(self, theirs: list[list[int]]) -> None:
         """Raises EpPluginError unless the counts that the ranks of all nodes have sent are possible."""
-        engine, chunks, first = self.engine, self.chunks, len(_HEADER)
+        engine, chunks = self.engine, self.chunks
         most = engine.config.max_tokens_per_rank
         most = _C.max_tokens if most is None else min(most, _C.max_tokens)
         for node in engine.rails.nodes:
             given = theirs[node]
-            tokens = given[first - 1]
+            tokens = given[_NUM_COMPARED]
             if not 0 <= tokens <= most:
                 raise self._impossible(node, f"{tokens} as its number of tokens")
             for chunk in range(chunks):
-                rows, of_chunk = given[first + chunk], tokens * (chunk + 1) // chunks - tokens * chunk // chunks
+                rows, of_chunk = given[_FIRST_COUNT + chunk], tokens * (chunk + 1) // chunks - tokens * chunk // chunks
                 if not 0 <= rows <= of_chunk:
                     raise self._impossible(node, f"{rows} rows of {of_chunk} tokens")
 

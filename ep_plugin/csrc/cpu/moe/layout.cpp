@@ -13,7 +13,8 @@ int64_t load_id(const LayoutArgs& args, int64_t pair) {
   return args.id_bytes == 8 ? at<const int64_t>(args.ids)[pair] : at<const int32_t>(args.ids)[pair];
 }
 
-// Counts the tokens of one chunk.
+// Counts the tokens of one chunk. First it counts a token for its nodes: one that is left out for a node does not count
+// for the node's ranks and experts.
 class Counts {
  public:
   explicit Counts(const LayoutArgs& args)
@@ -25,21 +26,26 @@ class Counts {
     const int R = args_.nodes.num_ranks, N = args_.num_nodes, E = args_.nodes.num_experts;
     bool* in_rank = args_.in_rank == 0 ? nullptr : at<bool>(args_.in_rank) + int64_t{token} * R;
     if (in_rank != nullptr) std::memset(in_rank, 0, R);
+    const auto expert_of = [&](int k) {
+      const int64_t id = load_id(args_, int64_t{token} * args_.topk + k);
+      return id >= 0 && id < E ? static_cast<int>(id) : -1;
+    };
+    for (int k = 0; N > 0 && k < args_.topk; ++k)
+      if (const int expert = expert_of(k); expert >= 0) add(token, R + node_of_rank(args_, expert / (E / R)));
     for (int k = 0; k < args_.topk; ++k) {
-      const int64_t pair = int64_t{token} * args_.topk + k, id = load_id(args_, pair);
-      const bool is_expert = id >= 0 && id < E;
-      if (args_.messages != 0) at<int32_t>(args_.own_ids)[pair] = is_expert ? static_cast<int32_t>(id) : -1;
-      if (!is_expert) continue;
-      const int expert = static_cast<int>(id), rank = expert / (E / R);
+      const int expert = expert_of(k), rank = expert / (E / R);
+      if (args_.messages != 0) at<int32_t>(args_.own_ids)[int64_t{token} * args_.topk + k] = expert;
+      if (expert < 0 || is_left_out(node_of(rank))) continue;
       if (in_rank != nullptr) in_rank[rank] = true;
       add(token, rank);
-      if (N > 0) add(token, R + node_of_rank(args_, rank));
       add(token, R + N + expert);
     }
     if (args_.messages == 0) return;
     int32_t* rows = at<int32_t>(args_.rail_rows) + int64_t{token} * N;
-    for (int node = 0; node < N; ++node)
-      rows[node] = node != args_.nodes.node && counted_[R + node] == token ? counts_[R + node] - 1 : -1;
+    for (int node = 0; node < N; ++node) {
+      const bool goes = node != args_.nodes.node && counted_[R + node] == token && !is_left_out(node);
+      rows[node] = goes ? counts_[R + node] - 1 : -1;
+    }
   }
   void write(int chunk) const {
     const CountPlaces places(args_);
@@ -51,6 +57,12 @@ class Counts {
   void add(int token, int number) {
     if (counted_[number] != token) ++counts_[number];
     counted_[number] = token;
+  }
+  int node_of(int rank) const { return args_.num_nodes > 0 ? node_of_rank(args_, rank) : -1; }
+  // Whether the latest token for a node is left out.
+  bool is_left_out(int node) const {
+    return args_.padded > 0 && node >= 0 && node != args_.nodes.node &&
+           counts_[args_.nodes.num_ranks + node] > args_.padded;
   }
 
   const LayoutArgs& args_;
@@ -70,7 +82,15 @@ void layout(const LayoutArgs& args) {
   }
   if (args.messages == 0) return;
   const CountPlaces places(args);
-  for (int node = 0; node < args.num_nodes; ++node) std::memcpy(places.message(node), &args.header, sizeof(Header));
+  int64_t crossing[kCrossingWords] = {};
+  for (int node = 0; node < args.num_nodes; ++node)
+    for (int chunk = 0; node != args.nodes.node && chunk < chunks; ++chunk)
+      add_left_out(args, places.tokens(chunk, node), crossing);
+  for (int node = 0; node < args.num_nodes; ++node) {
+    std::memcpy(places.message(node), &args.header, sizeof(Header));
+    std::memcpy(places.crossing(places.message(node)), crossing, sizeof crossing);
+  }
+  std::memcpy(places.crossing(places.received_from_here()), crossing, sizeof crossing);
 }
 
 }  // namespace ep::cpu

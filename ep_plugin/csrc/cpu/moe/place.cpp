@@ -1,4 +1,5 @@
 // Place: gives the rows of a dispatch over several nodes their places in the rail's buffers and in the output.
+#include <algorithm>
 #include <vector>
 
 #include "common/nodes.h"
@@ -59,6 +60,7 @@ void place(const PlaceArgs& args) {
   }
   for (int segment = 0; segment < num_segments; ++segment) {
     const Meta meta = segment_meta(args, segment);
+    std::copy_n(segment_meta(args, 1).crossing, kCrossingWords, meta.crossing);
     meta.expert_offset[per_rank] = static_cast<int32_t>(start);
     *meta.token_rows = static_cast<int32_t>(slots);
   }

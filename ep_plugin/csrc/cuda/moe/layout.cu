@@ -111,10 +111,20 @@ __device__ void number_rows(const LayoutArgs& args, const Owned& owned, int begi
     int number = sum_before(goes, &total);
     number += owned.counts[bit] - total;
     int32_t* rows = at<int32_t>(args.rail_rows) + static_cast<int64_t>(begin) * N + node;
-    for (int token = first; token < first + kOfThread && token < tokens; ++token)
-      rows[static_cast<int64_t>(token) * N] = (owned.tokens[token] >> bit & 1u) != 0 && leaves ? number++ : -1;
+    for (int token = first; token < first + kOfThread && token < tokens; ++token) {
+      const bool is_counted = (owned.tokens[token] >> bit & 1u) != 0 && leaves;
+      rows[static_cast<int64_t>(token) * N] = is_counted && (args.padded == 0 || number < args.padded) ? number : -1;
+      number += is_counted;
+    }
   }
 }
+
+__device__ void write_crossing(const CountPlaces& places, int64_t* message, int64_t left_out, int64_t most_rows) {
+  places.crossing(message)[kLeftOut] = left_out;
+  places.crossing(message)[kMostRows] = most_rows;
+}
+
+__device__ void count_one(int64_t* count) { atomicAdd(reinterpret_cast<unsigned long long*>(count), 1ull); }
 
 __global__ void __launch_bounds__(kThreads, 1) ep_layout(const __grid_constant__ LayoutArgs args) {
   __shared__ uint32_t tokens_of_tile[kTileTokens];
@@ -146,6 +156,56 @@ __global__ void __launch_bounds__(kThreads, 1) ep_layout(const __grid_constant__
   const int64_t* header = reinterpret_cast<const int64_t*>(&args.header);
   for (int i = threadIdx.x; i < args.num_nodes * kHeaderFields; i += kThreads)
     places.message(i / kHeaderFields)[i % kHeaderFields] = header[i % kHeaderFields];
+  if (args.padded > 0) return;  // ep_leave_out writes it
+  for (int i = threadIdx.x; i <= args.num_nodes; i += kThreads)
+    write_crossing(places, i < args.num_nodes ? places.message(i) : places.received_from_here(), 0, 0);
+}
+
+// Corrects the counts of chunks with more tokens for a node than `padded`: the last ones are left out. CTA (chunk,
+// node) counts that chunk's other tokens again, by the rows that ep_layout has given them. The CTAs of chunk 0 also
+// write what was left out for all nodes, this node's for itself.
+__global__ void __launch_bounds__(kThreads, 1) ep_leave_out(const __grid_constant__ LayoutArgs args) {
+  const CountPlaces places(args);
+  const int N = args.num_nodes, C = num_chunks_of(args), node = blockIdx.x % N, chunk = blockIdx.x / N;
+  const int ranks = args.nodes.num_ranks / N, per_rank = args.nodes.num_experts / args.nodes.num_ranks;
+  if (chunk == 0 && warp_id() == 0) {
+    int64_t crossing[kCrossingWords] = {};
+    for (int i = lane_id(); i < N * C; i += kWarp)
+      if (i % N != args.nodes.node) add_left_out(args, places.tokens(i / N, i % N), crossing);
+    for (int step = kWarp / 2; step > 0; step /= 2) {
+      crossing[kLeftOut] += __shfl_xor_sync(kAllLanes, crossing[kLeftOut], step);
+      crossing[kMostRows] = max(crossing[kMostRows], __shfl_xor_sync(kAllLanes, crossing[kMostRows], step));
+    }
+    if (lane_id() == 0) {
+      write_crossing(places, places.message(node), crossing[kLeftOut], crossing[kMostRows]);
+      if (node == args.nodes.node)
+        write_crossing(places, places.received_from_here(), crossing[kLeftOut], crossing[kMostRows]);
+    }
+  }
+  if (node == args.nodes.node || places.tokens(chunk, node) <= args.padded) return;
+  int64_t* parts = places.parts(chunk, node);
+  for (int i = threadIdx.x; i < ranks * (1 + per_rank); i += kThreads) parts[i] = 0;
+  __syncthreads();
+  const int end = chunk_begin(args.num_tokens, chunk + 1, C), K = args.topk;
+  for (int token = chunk_begin(args.num_tokens, chunk, C) + threadIdx.x; token < end; token += kThreads) {
+    if (at<const int32_t>(args.rail_rows)[static_cast<int64_t>(token) * N + node] < 0) continue;
+    const int32_t* ids = at<const int32_t>(args.own_ids) + static_cast<int64_t>(token) * K;
+    const auto place_of = [&](int k) {  // of an expert's rank; -1: none
+      return ids[k] < 0 ? -1 : at<const int32_t>(args.nodes.rank_place)[ids[k] / per_rank];
+    };
+    for (int k = 0; k < K; ++k) {
+      const int place = place_of(k);
+      if (place < 0 || place / ranks != node) continue;
+      bool is_new_rank = true, is_new_expert = true;
+      for (int before = 0; before < k; ++before) {
+        is_new_rank = is_new_rank && place_of(before) != place;
+        is_new_expert = is_new_expert && ids[before] != ids[k];
+      }
+      const int rank = place % ranks;
+      if (is_new_rank) count_one(&parts[rank]);
+      if (is_new_expert) count_one(&parts[ranks + rank * per_rank + ids[k] % per_rank]);
+    }
+  }
 }
 
 }  // namespace
@@ -168,6 +228,8 @@ void layout(const LayoutArgs& args) {
   int64_t ctas = 1;
   while ((ctas < kCtas && ctas < counts) || ctas * kOwned < counts) ctas *= 2;
   launch<ep_layout>("layout", ctas * num_chunks_of(args), kThreads, 0, args.stream, args);
+  if (args.messages != 0 && args.padded > 0)
+    launch<ep_leave_out>("layout", int64_t{N} * num_chunks_of(args), kThreads, 0, args.stream, args);
 }
 
 }  // namespace ep::cuda

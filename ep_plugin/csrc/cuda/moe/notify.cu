@@ -26,8 +26,10 @@ constexpr int kPeerWarps = kTokenWarp;  // warps of CTA 0 that exchange counts. 
 constexpr int kNotifyThreads = (kPeerWarps + 1) * kWarp;
 
 struct Shared {
-  int32_t num_tokens[kMaxRanks];  // tokens of each source, checked
-  int64_t own_tokens;             // T of this rank
+  int32_t num_tokens[kMaxRanks];                // tokens of each source, checked
+  int32_t crossing[kCrossingWords][kMaxRanks];  // what each source says was left out
+  int64_t own_crossing[kCrossingWords];
+  int64_t own_tokens;  // T of this rank
   int64_t max_sent;
 };
 
@@ -51,7 +53,7 @@ __device__ bool row_is_free(const Run& run, int peer) {
 
 // The words of a count row of this notify.
 __device__ int row_words(const NotifyArgs& args) {
-  return count_row_words(args.comm.num_ranks, args.comm.num_experts, has_origins(args) ? args.comm.num_origins : 1);
+  return count_row_words(args.comm.num_ranks, args.comm.num_experts, has_origins(args) ? args.comm.num_origins : 0);
 }
 
 // Word `index` of the counts of the origins in a count row: the origin's rows if `local` is -1, else its pairs for that
@@ -76,7 +78,11 @@ __device__ void send_counts(const Run& run, const NotifyArgs& args, int peer, co
     peer::store(to + i, tagged(run.epoch, word));
   }
   for (int i = for_origins + lane_id(); i < words; i += kWarp) {
-    const OriginWord word(comm, i - for_origins);
+    if (i < for_origins + kCrossingWords) {
+      peer::store(to + i, tagged(run.epoch, static_cast<uint32_t>(shared.own_crossing[i - for_origins])));
+      continue;
+    }
+    const OriginWord word(comm, i - for_origins - kCrossingWords);
     const int key = word.local < 0 ? peer : R + peer * local_experts(comm) + word.local;
     const int64_t count = counts_of(comm, args.nodes, args.origins, word.origin).parts[key];
     peer::store(to + i, tagged(run.epoch, static_cast<uint32_t>(count)));
@@ -146,13 +152,18 @@ __device__ bool receive_counts(const Run& run, const NotifyArgs& args, int sourc
     for (int j = 0; j < kWordsAtOnce; ++j) {
       const int i = base + j * kWarp + lane_id() - kHeaderWords;
       if (i < 0 || i >= words - kHeaderWords) continue;
+      const int after = i - R - per_rank;
+      if (after >= 0 && after < kCrossingWords) {
+        shared.crossing[after][source] = values[j];
+        continue;
+      }
       if (values[j] < 0 || values[j] > tokens) ok = fail(comm, kBadData, kNotify, source, i, tokens, values[j]);
       if (i < R) {
         rank_counts(comm)[source * R + i] = values[j];
       } else if (i < R + per_rank) {
         received(comm)[source * per_rank + i - R] = values[j];
       } else {
-        const OriginWord word(comm, i - R - per_rank);
+        const OriginWord word(comm, after - kCrossingWords);
         const int64_t place = static_cast<int64_t>(source) * O + word.origin;
         if (word.local < 0)
           meta.origin_end[place] = values[j];  // lay_out_ranks() makes it the end
@@ -195,6 +206,24 @@ __device__ bool check_origins(const NotifyArgs& args, const Meta& meta, int sour
       rows[origin * per_rank] = origin == 0 ? pairs : 0;
   }
   return sum == pairs || fail(args.comm, kBadData, kNotify, source, 1 + local, pairs, sum);
+}
+
+__device__ int64_t sum_of_warp(int64_t value) {
+  for (int step = kWarp / 2; step > 0; step /= 2) value += __shfl_xor_sync(kAllLanes, value, step);
+  return value;
+}
+
+// One warp: adds up what the ranks of all nodes have left out, as the sources say.
+__device__ void write_crossing(const NotifyArgs& args, const Meta& meta, const Shared& shared) {
+  int64_t left_out = 0, most = 0;
+  for (int source = lane_id(); has_origins(args) && source < args.comm.num_ranks; source += kWarp) {
+    left_out += static_cast<uint32_t>(shared.crossing[kLeftOut][source]);
+    most = max(most, static_cast<int64_t>(static_cast<uint32_t>(shared.crossing[kMostRows][source])));
+  }
+  const int64_t all = sum_of_warp(left_out), of_all = max_of_warp(most);
+  if (lane_id() != 0) return;
+  meta.crossing[kLeftOut] = static_cast<int32_t>(min(all, int64_t{INT32_MAX}));
+  meta.crossing[kMostRows] = static_cast<int32_t>(min(of_all, int64_t{INT32_MAX}));
 }
 
 // One warp, whose lanes share the ranks: computes the order of the slots that this rank receives, and the bases of
@@ -242,6 +271,7 @@ __device__ bool lay_out_ranks(const Run& run, const NotifyArgs& args, Shared& sh
     *meta.max_rows = static_cast<int32_t>(max_rows);
     shared.max_sent = max_sent;
   }
+  write_crossing(args, meta, shared);
   return true;
 }
 
@@ -321,6 +351,19 @@ __device__ void sum_origins(const NotifyArgs& args, Shared& shared) {
       shared.own_tokens = sum;
     else
       counts[i - 1] = static_cast<int32_t>(sum);  // one that wraps is refused by those who receive it
+  }
+  if (warp_id() == 0) {
+    int64_t left_out = 0, most = 0;
+    for (int node = lane_id(); node < num_nodes_of(args.comm, args.nodes); node += kWarp) {
+      const int64_t* crossing = crossing_of(args.comm, args.nodes, args.origins, node);
+      left_out += crossing[kLeftOut];
+      most = max(most, crossing[kMostRows]);
+    }
+    const int64_t all = sum_of_warp(left_out), of_all = max_of_warp(most);
+    if (lane_id() == 0) {
+      shared.own_crossing[kLeftOut] = min(all, int64_t{INT32_MAX});
+      shared.own_crossing[kMostRows] = min(of_all, int64_t{INT32_MAX});
+    }
   }
   __syncthreads();
 }
