@@ -56,11 +56,6 @@ def bulk_ready(name: str, rows: torch.Tensor) -> torch.Tensor:
     )
 
 
-def address(tensor: torch.Tensor | None) -> int:
-    """Returns the address that kernels take for `tensor`; 0 for None."""
-    return 0 if tensor is None else tensor.data_ptr()
-
-
 def check_tensors(optional: dict[str, object] | None = None, /, **given: object) -> None:
     """Raises ValueError unless each argument is a tensor that torch can pass to an operator. `optional` may be None."""
     if optional is not None:
@@ -282,7 +277,8 @@ def _check_device(engine: Engine, name: str, tensor: torch.Tensor) -> None:
 
 
 def _check_here(engine: Engine, name: str, tensor: torch.Tensor) -> None:
-    _check_device(engine, name, tensor)
+    if tensor.device != engine.device:
+        _check_device(engine, name, tensor)
     check_memory(name, tensor)
 
 

@@ -87,6 +87,7 @@ class MoECommunicator:
         """Makes the operation of a dispatch from its operator's arguments."""
         self.new_combine: Callable[..., Any]
         self.handle_sizes: HandleSizes  # not in mode="ll"
+        self._layout = config.resolved_layout
         self.num_routing = _NUM_ROUTING
         """The number of a handle's tensors that operations need: all, or in mode="ll" topk_ids and the plan."""
         self.nodes: Nodes | None = None
@@ -441,7 +442,7 @@ class MoECommunicator:
             routing = tensors[_NUM_RESULTS:][: self.num_routing]  # compiled code has empty tensors for the others
             nothing = (NOTHING,) * (_NUM_ROUTING - len(routing))
             handle = DispatchHandle._make((*routing, *nothing, self.number))
-        layout = self.config.resolved_layout
+        layout = self._layout
         low_latency = layout is DispatchLayout.EXPERT_MAJOR
         limits = None if capacity is None or low_latency else made.limits
         over_nodes = None if self.engine.node_map.num_nodes == 1 else limits

@@ -49,12 +49,14 @@ def _operator(
 
     def run(*inputs: Any) -> Tensors:
         *given, comm, started = inputs
-        made = None if started else getattr(communicator(comm).operators_in_c, name)(*given)
-        return run_by_python(*inputs) if made is None else made
+        here = communicator(comm)
+        made = None if started else getattr(here.operators_in_c, name)(*given)
+        return run_by_python(*inputs, here=here) if made is None else made
 
-    def run_by_python(*inputs: Any, shares_memory: bool = True) -> Tensors:
+    def run_by_python(*inputs: Any, here: Any = None, shares_memory: bool = True) -> Tensors:
         *given, started = inputs
-        here = communicator(given[-1])
+        if here is None:
+            here = communicator(given[-1])
         if started:
             return here.in_flight.collect(started)
         operation = new(here)(*given)

@@ -82,7 +82,9 @@ class GroupBoards(Boards):
         _poller.add(self)
 
     def quiet(self) -> bool:
-        return super().quiet() and self.bad_node() is None
+        # In the path of every operation: without a loop, which would grow with the nodes, and without a call.
+        with self._guard:
+            return self._closed or (_C.board_quiet(self.address) and not bytes(self._words).strip(b"\0"))
 
     def tell_abort(self, reason: str) -> None:
         super().tell_abort(reason)
@@ -193,8 +195,6 @@ class GroupBoards(Boards):
 
     def bad_node(self) -> int | None:
         """Returns the first node that has sent a bad word, as far as the device has come. None: there is none."""
-        if not bytes(self._words).strip(b"\0"):  # in the path of every operation: a loop would grow with the nodes
-            return None
         return next((node for node, word in enumerate(self._words) if word), None)
 
     def close(self) -> None:

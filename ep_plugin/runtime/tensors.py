@@ -79,7 +79,9 @@ def check_memory(name: str, tensor: torch.Tensor) -> None:
                 "pending; pass its resolve_conj(), resolve_neg() or clone()"
             )
         _dense_keys.add(keys)
-    check_storage(name, tensor)
+    # In the path of every operation: most tensors begin at their storage, and have no gaps.
+    if tensor.storage_offset() or not tensor.is_contiguous() or tensor.untyped_storage().nbytes() < tensor.nbytes:
+        check_storage(name, tensor)
 
 
 def as_plain(value: Any) -> Any:

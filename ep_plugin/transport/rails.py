@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from ep_plugin.errors import NotSupported, PeerTimeout
-from ep_plugin.ranges import NOTHING, opener
+from ep_plugin.ranges import opener
 from ep_plugin.transport import rail
 from ep_plugin.transport.exchange import Exchange
 from ep_plugin.transport.groups import backends_of, serves_gpus
@@ -194,8 +194,11 @@ class Rails:
         progress, captured = opened.progress, None
         try:
             number = 0 if progress is None else progress.begin(self._owner, what)
-            with self._range(self._step(f"send and receive, {nbytes} bytes", what)) if self._range else NOTHING:
+            if self._range is None:
                 works = begin(number)
+            else:
+                with self._range(self._step(f"send and receive, {nbytes} bytes", what)):
+                    works = begin(number)
             if progress is not None and number == 0:
                 captured = progress.follow(works[0])
                 opened.held |= captured is not None
@@ -208,8 +211,12 @@ class Rails:
         """Waits for the messages. On GPUs the caller's stream waits, on CPUs the host, with a deadline."""
         self._waiting = True  # before the look for an abort, which interrupts those that wait
         try:
-            with self._range(self._step("wait", under_way.what)) if self._range else NOTHING:
-                self._wait_for_works(self._opened(), under_way)
+            opened = self._opened()
+            if self._range is None:
+                self._wait_for_works(opened, under_way)
+            else:
+                with self._range(self._step("wait", under_way.what)):
+                    self._wait_for_works(opened, under_way)
         finally:
             self._waiting = False
         for arrived, into in under_way.copies:

@@ -352,7 +352,7 @@ def as_on_gpus(comm: Any) -> Log:
     log, engine = Log(), comm.engine
     nodes: Nodes = comm.new_dispatch.args[0]
     nodes.host_waits = False
-    engine.streams = RecordingStreams(log)
+    engine.use(RecordingStreams(log))
     engine.kernels = RecordingKernels(log, engine.kernels, nodes.layout)
     engine.load._sums._streams, engine.load._sums._kernels = engine.streams, engine.kernels
     engine.rails._rail = RecordingRail(log, engine.rails._rail)

@@ -170,6 +170,7 @@ def test_a_round_trip_costs_as_much_over_many_nodes(sizes: Sequence[int]) -> Non
         assert first["kernels"] == each_segment | others
         assert first["operators"] == {"copy_": 1}  # a handle's words, when the host knows how many rows come
         assert sum(first["kernels"].values()) == 10 + 7 * chunks <= 14 + 8 * chunks
+        assert first["calls of Python"] <= 400 + 50 * (chunks - 1)
 
 
 # -- the cases of one node -------------------------------------------------------------------------------------------

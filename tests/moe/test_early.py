@@ -305,25 +305,26 @@ def _across_a_capture(rank: int, size: int, other: int) -> None:
             (lambda: comm.combine_async(out.tokens, handle), lambda result: None),
         ):
             work = begin()
-            comm.engine.streams = capturing
+            comm.engine.use(capturing)
             for late in (work.wait, lambda: comm.dispatch(x, ids, weights, capacity=200)):
                 with pytest.raises(
                     CaptureRefused, match="begun before the capture .* to be completed and waited for there too"
                 ):
                     late()
-            comm.engine.streams = eager
+            comm.engine.use(eager)
             check(work.wait())
         work = comm.dispatch_async(x, ids, weights)
         comm.combine(out.tokens, handle)
-        comm.engine.streams = capturing
+        comm.engine.use(capturing)
         with pytest.raises(CaptureRefused, match="begun before the capture .* got its wait.* in it$"):
             work.wait()
-        comm.engine.streams = eager
+        comm.engine.use(eager)
         check_dispatch(work.wait()[0], wanted[rank])
-        comm.engine.streams = capturing
+        comm.engine.use(capturing)
         comm.dispatch_async(x, ids, weights, capacity=200).wait()
         lost = comm.combine_async(out.tokens, handle)
-        comm.engine.streams = later = Streams()
+        later = Streams()
+        comm.engine.use(later)
         later.capturing = lambda: other
         where = "in another" if other else "after it"
         with pytest.raises(
@@ -371,7 +372,8 @@ def _on_streams(rank: int, size: int) -> None:
     inputs = make_inputs(Case(tokens=(20,) * size, num_experts=2 * size))
     given = inputs.x[rank], inputs.ids[rank]
     with communicator(inputs.case, max_tokens_per_rank=20) as comm:
-        streams = comm.engine.streams = comm.engine.kernels = _Recording(comm.engine.kernels)
+        streams = comm.engine.kernels = _Recording(comm.engine.kernels)
+        comm.engine.use(streams)
         sends = ["enters", "plan", "notify", "dispatch_send"]
         for _ in range(2):  # by Python, then by C
             _, handle = comm.dispatch(*given, capacity=200)

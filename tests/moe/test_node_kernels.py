@@ -15,7 +15,6 @@ import torch
 from ep_plugin import _C, MoECommunicator
 from ep_plugin.dtypes import ELEMENTS, QUANTIZABLE, num_scales, weight_dtype
 from ep_plugin.moe.across_nodes.tables import places_of_ranks
-from ep_plugin.moe.arguments import address
 from ep_plugin.moe.legs import chunk_bounds
 from ep_plugin.moe.reference import reference_quantize
 from ep_plugin.runtime.streams import current_stream
@@ -101,19 +100,19 @@ def _pack(comm: MoECommunicator, places: torch.Tensor, num_rows: int, parts: dic
     comm.engine.kernels.pack(
         _C.PackArgs(
             comm=comm.engine.comm,
-            x=address(parts.get("x")),
+            x=_C.address(parts.get("x")),
             x_stride=stride_of.get("x", 0),
             row_bytes=bytes_of.get("x", 0),
-            rows=address(packed.get("x")),
-            weights=address(parts.get("weights")),
+            rows=_C.address(packed.get("x")),
+            weights=_C.address(parts.get("weights")),
             weight_bytes=bytes_of.get("weights", 0),
-            packed_weights=address(packed.get("weights")),
-            scales=address(parts.get("scales")),
+            packed_weights=_C.address(packed.get("weights")),
+            scales=_C.address(parts.get("scales")),
             scale_stride=stride_of.get("scales", 0),
             scale_bytes=bytes_of.get("scales", 0),
-            packed_scales=address(packed.get("scales")),
-            ids=address(parts.get("ids")),
-            packed_ids=address(packed.get("ids")),
+            packed_scales=_C.address(packed.get("scales")),
+            ids=_C.address(parts.get("ids")),
+            packed_ids=_C.address(packed.get("ids")),
             rail_rows=places.data_ptr(),
             num_rows=num_rows,
             topk=parts["ids"].shape[1] if "ids" in parts else 0,
@@ -198,11 +197,11 @@ def _combine_add(
             own=own.data_ptr(),
             landed=landed.data_ptr(),
             rail_rows=places.data_ptr(),
-            bias=address(bias),
+            bias=_C.address(bias),
             out=out.data_ptr(),
-            own_extra=address(own_extra),
-            landed_extra=address(landed_extra),
-            extra_out=address(extra_out),
+            own_extra=_C.address(own_extra),
+            landed_extra=_C.address(landed_extra),
+            extra_out=_C.address(extra_out),
             hidden=own.shape[1],
             num_rows=landed.shape[0],
             topk=0 if own_extra is None else own_extra.shape[1],

@@ -87,7 +87,8 @@ def _outputs_are_kept(rank: int, size: int) -> None:
     case = Case(tokens=ragged(size, 30, 4), num_experts=2 * size)
     inputs = make_inputs(case)
     with communicator(case, LAYOUTS[0], **ONE_KERNEL) as comm:
-        streams = comm.engine.streams = _RecordingStreams()
+        streams = _RecordingStreams()
+        comm.engine.use(streams)
         work = comm.dispatch_async(inputs.x[rank], inputs.ids[rank], inputs.weights[rank])
         kept = set(streams.kept)
         out, handle = work.wait()

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from ep_plugin import _C, DispatchLayout, MoECommunicator
 from ep_plugin.dtypes import DTYPE_CODES
 from ep_plugin.errors import PeerAborted, PeerTimeout
-from ep_plugin.moe.arguments import address
 from ep_plugin.moe.high_throughput.engine import COMBINE_POOL, DISPATCH_POOL
 from ep_plugin.runtime.streams import current_stream
 from tests.faults.fault_cases import finish, here, open_communicator
@@ -68,11 +67,11 @@ class _Part:
         engine, x, weights = comm.engine, self.x[comm.rank], self.weights[comm.rank]
         slots = int(self.plan[_C.meta_layout(comm.size, EXPERTS * comm.size, 1).recv_offset + comm.size])
         self.recv_rows = self.plan.new_empty(slots, TOPK)
-        self.struct.recv_rows, self.struct.slots = address(self.recv_rows), slots
+        self.struct.recv_rows, self.struct.slots = _C.address(self.recv_rows), slots
         common = {"comm": engine.comm, "routing": self.struct, "header": self.header(_C.Op.CACHED_DISPATCH)}
         common |= self._common
         stride = HIDDEN * 4
-        send = _C.DispatchSendArgs(x=address(x), x_stride=stride, weights=address(weights), **common)
+        send = _C.DispatchSendArgs(x=_C.address(x), x_stride=stride, weights=_C.address(weights), **common)
         outputs = {name: tensor.data_ptr() for name, tensor in out.items()}
         capacity = out["tokens"].shape[0]
         recv = _C.DispatchRecvArgs(fresh=1, capacity=capacity, **outputs, **common)
@@ -92,7 +91,7 @@ class _Part:
         send = _C.CombineSendArgs(
             y=y.data_ptr(), rows=y.shape[0], weights=weights.data_ptr(), extra=extra.data_ptr(), **common
         )
-        recv = _C.CombineRecvArgs(out=address(sums), extra=address(extra_out), **common)
+        recv = _C.CombineRecvArgs(out=_C.address(sums), extra=_C.address(extra_out), **common)
         if one_kernel:
             engine.kernels.combine(send, recv)
         else:

@@ -89,21 +89,22 @@ def _captured_too_early(rank: int, size: int) -> None:
         with communicator(case, max_tokens_per_rank=6, **settings) as comm:
             capturing = Streams()
             capturing.capturing = lambda: 1
-            eager, comm.engine.streams = comm.engine.streams, capturing
+            eager = comm.engine.streams
+            comm.engine.use(capturing)
             with pytest.raises(CaptureRefused, match="dispatch pool has 0 bytes where .* run one step of this shape"):
                 comm.dispatch(*arguments, capacity=40)
-            comm.engine.streams = eager
+            comm.engine.use(eager)
             out, handle = comm.dispatch(*arguments, capacity=40)
-            comm.engine.streams = capturing
+            comm.engine.use(capturing)
             with pytest.raises(CaptureRefused, match="combine pool has 0 bytes where .* run one step of this shape"):
                 comm.combine(out.tokens, handle)
-            comm.engine.streams = eager
+            comm.engine.use(eager)
             round_trip(comm, inputs, inputs.expected(FLAT))
-            comm.engine.streams = capturing
+            comm.engine.use(capturing)
             again, handle = comm.dispatch(*arguments, capacity=40)
             same_bits("tokens", again.tokens, out.tokens)
             comm.combine(again.tokens, handle)
-            comm.engine.streams = eager
+            comm.engine.use(eager)
 
 
 @pytest.mark.parametrize("size", [1, 2])

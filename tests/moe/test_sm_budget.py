@@ -204,7 +204,7 @@ class Launches:
     def __init__(self, engine: Any) -> None:
         self._kernels, self.events = engine.kernels, list[tuple[str, int, int]]()
         engine.kernels = self
-        engine.streams = _Enters(self.events)
+        engine.use(_Enters(self.events))
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         kernel = getattr(self._kernels, name)

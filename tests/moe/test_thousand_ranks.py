@@ -119,7 +119,7 @@ def an_engine(node_map: NodeMap) -> Any:
         kernels=kernels,
         wait_totals=lambda ticket, segments: torch.zeros(segments, _C.num_totals + LOCAL, dtype=torch.int64),
         flat=True,
-        dispatch_sms=lambda *sizes: KernelSms(1, 1),
+        dispatch_sms=lambda *sizes, **_: KernelSms(1, 1),
         enter=lambda chosen: None,
         next_ticket=lambda: 1,
     )
@@ -198,16 +198,16 @@ def test_one_message_of_counts_goes_to_each_other_node(nodes: Nodes) -> None:
     messages[0, :, HEADER:FIRST] = 0
     messages[0, :, :HEADER] = torch.tensor([*[1] * (HEADER - 1), T])
     messages[0, :, FIRST : FIRST + C] = 2 * torch.arange(N).unsqueeze(1)
-    sent, received = nodes.exchange_counts(header, messages, padded=False)()
+    sent, received = nodes.rows_of_legs(header, nodes.exchange_counts(messages, reads=True), padded=False)
     assert sent == [2 * leg.to for leg in nodes.legs]
     assert received == [leg.source for leg in nodes.legs]
     assert engine.rails.sent.keys() == set(range(N)) - {NODE}
     assert {len(words) for words in engine.rails.sent.values()} == {words}
     sources = [leg.source for leg in nodes.legs[:ORIGINS]]
     assert messages[1, sources, FIRST + C :].equal(messages[0, sources, FIRST + C :]), "the stand-in sends it back"
-    for nodes.host_waits in (False, True):
-        rows = [2 * K * T // N // C] * len(nodes.legs)
-        assert nodes.exchange_counts(header, messages, padded=True)() == (rows, rows)
+    rows = [2 * K * T // N // C] * len(nodes.legs)
+    assert nodes.rows_of_legs(header, nodes.exchange_counts(messages, reads=True), padded=True) == (rows, rows)
+    assert nodes.exchange_counts(messages, reads=False) is None
 
 
 def test_messages_are_those_of_a_plain_count(nodes: Nodes) -> None:

@@ -140,6 +140,9 @@ void bind_sizes(py::module_& m) {
     return plan_blocks(num_tokens) * plan_block_words(ranks, experts);
   });
   m.attr("crossing_words") = kCrossingWords;
+  m.def("address", [](const py::object& tensor) {
+    return tensor.is_none() ? Address{0} : tensor.attr("data_ptr")().cast<Address>();
+  });
   m.def("message_words",
         [](int chunks, int ranks, int experts) { return MessageLayout(chunks, ranks, experts).words(); });
   m.def("slot_bytes", [](int64_t row_bytes, int64_t scale_bytes, int64_t weight_bytes, int64_t topk) {

@@ -17,7 +17,7 @@ from ep_plugin import _C
 from ep_plugin.dtypes import DTYPE_CODES, ELEMENTS, weight_dtype
 from ep_plugin.moe.across_nodes.nodes import Nodes, field_of
 from ep_plugin.moe.across_nodes.routing import routing_of
-from ep_plugin.moe.arguments import address, bulk_ready, check_combine, is_wide
+from ep_plugin.moe.arguments import bulk_ready, check_combine, is_wide
 from ep_plugin.moe.high_throughput.combine import extra_bytes
 from ep_plugin.moe.high_throughput.engine import COMBINE_POOL
 from ep_plugin.moe.in_flight import Operation, Tensors
@@ -71,16 +71,16 @@ class CombineAcrossNodes(Operation):
             rows=_C.CombineSendArgs(
                 y=y.data_ptr(),
                 rows=y.shape[0],
-                weights=address(self._weights),
-                extra=address(self._extra),
+                weights=_C.address(self._weights),
+                extra=_C.address(self._extra),
                 hidden=H,
                 element=ELEMENTS[y.dtype],
                 per_row=int(self._per_row and not engine.flat),
             ),
             sums=[sums.data_ptr() for sums in self._sums],
-            extras=[address(extra) for extra in self._extras],
+            extras=[_C.address(extra) for extra in self._extras],
         )
-        self._sms = engine.combine_sms(routing.tokens[0], row_bytes, K).in_two_kernels()
+        self._sms = engine.combine_sms(routing.tokens[0], row_bytes, K, in_two=True)
         returned = sum(routing.sent)
         self._landed = y.new_empty((returned, H))
         self._landed_extra = self._new_extra(returned) if weight_bytes else None
@@ -134,19 +134,19 @@ class CombineAcrossNodes(Operation):
             own=self._sums[0].data_ptr(),
             landed=self._landed.data_ptr(),
             rail_rows=routing.rail_rows.data_ptr(),
-            bias=address(self._bias),
+            bias=_C.address(self._bias),
             wide_bias=is_wide(self._bias, out),
             out=out.data_ptr(),
-            own_extra=address(own_extra),
-            landed_extra=address(landed_extra),
-            extra_out=address(extra_out),
+            own_extra=_C.address(own_extra),
+            landed_extra=_C.address(landed_extra),
+            extra_out=_C.address(extra_out),
             topk=routing.topk_ids.shape[1],
             hidden=out.shape[1],
             element=ELEMENTS[out.dtype],
             num_tokens=T,
             num_nodes=N,
             node=self._nodes.node,
-            num_rows=len(self._landed),
+            num_rows=self._landed.shape[0],
             num_sms=self._sms.receiving,
             stream=engine.streams.own,
         )

@@ -28,12 +28,13 @@ from ep_plugin.dtypes import DTYPE_CODES, ELEMENTS, QUANTIZED, num_scales
 from ep_plugin.errors import EpPluginError
 from ep_plugin.moe.across_nodes.nodes import Nodes, field_of
 from ep_plugin.moe.across_nodes.routing import NodesRouting, routing_of
-from ep_plugin.moe.arguments import MOST_ROWS, address, bulk_ready, check_dispatch
+from ep_plugin.moe.arguments import MOST_ROWS, bulk_ready, check_dispatch
 from ep_plugin.moe.high_throughput.dispatch import empty_rows
 from ep_plugin.moe.high_throughput.engine import DISPATCH_POOL
 from ep_plugin.moe.in_flight import Operation, Tensors
 from ep_plugin.moe.layout import NUM_LIMITS, DispatchCall, DispatchHandle, DispatchResult
 from ep_plugin.moe.statistics import current_layer
+from ep_plugin.transport.rails import UnderWay
 
 _DISPATCH, _CACHED = int(_C.Op.DISPATCH), int(_C.Op.CACHED_DISPATCH)
 _WITH_CAPACITY = int(_C.Op.DISPATCH_WITH_CAPACITY)
@@ -53,8 +54,8 @@ class Payload(NamedTuple):
 
     def like(self, num_rows: int) -> Payload:
         """Allocates a payload of `num_rows` rows with the same fields."""
-        beside = (None if one is None else one.new_empty((num_rows, one.shape[1])) for one in self[1:])
-        return Payload(self.rows.new_empty((num_rows, self.rows.shape[1])), *beside)
+        made = [None if one is None else one.new_empty((num_rows, one.shape[1])) for one in self]
+        return Payload(*made)  # type: ignore[arg-type]
 
     def sent(self) -> _C.DispatchSendArgs:
         """Returns the rows as dispatch send reads them."""
@@ -62,9 +63,9 @@ class Payload(NamedTuple):
         return _C.DispatchSendArgs(
             x=rows.data_ptr(),
             x_stride=rows.stride(0) * rows.element_size(),
-            scales=address(scales),
+            scales=_C.address(scales),
             scale_stride=0 if scales is None else scales.stride(0) * scales.element_size(),
-            weights=address(weights),
+            weights=_C.address(weights),
         )
 
 
@@ -86,7 +87,11 @@ class DispatchAcrossNodes(Operation):
         self._layer = current_layer()
         self._totals: torch.Tensor | None = None
         self._begun: torch.Tensor | None = None
+        self._messages: torch.Tensor | None = None
+        self._block_counts: torch.Tensor | None = None
+        self._landed_block_counts: torch.Tensor | None = None
         self._segments: Any = None  # a _C.SegmentedDispatch
+        self._crossing: list[UnderWay] = []
         self._result: DispatchResult | None = None
 
     def check(self) -> None:
@@ -111,10 +116,10 @@ class DispatchAcrossNodes(Operation):
         routing = self._routing
         assert routing is not None
         if call.previous is not None:
-            self._nodes.agree(headers(_CACHED, len(call.x)), routing.sent, routing.received)
-        self._cross(routing)
+            self._nodes.agree(headers(_CACHED, call.x.shape[0]), routing.sent, routing.received)
         self._allocate(totals, headers)
         self._nodes.enter()
+        self._cross(routing)
         self._segments.send(self._engine.control, self._sms[0], 0)
 
     def finish(self) -> Tensors:
@@ -142,8 +147,9 @@ class DispatchAcrossNodes(Operation):
         call, routing = self._call, self._routing
         assert routing is not None
         given = call.x, call.topk_ids, call.weights, call.scales, *self._payload, *self._packed
-        made = routing.topk_ids, routing.plan, routing.recv_rows, self._begun
-        return *given, *made, *self._landed, *(self._result or ())
+        made = routing.topk_ids, routing.plan, routing.recv_rows, self._begun, self._messages
+        counts = self._block_counts, self._landed_block_counts
+        return *given, *made, *counts, *self._landed, *(self._result or ())
 
     # -- what start does -----------------------------------------------------------------------------------------
 
@@ -157,16 +163,16 @@ class DispatchAcrossNodes(Operation):
         return Payload(rows, call.x.new_empty((T, num_scales(H)), dtype=torch.float32), call.weights)
 
     def _enter(self) -> None:
-        """Enters the own stream, and quantises rows there once, for all destinations."""
+        """Quantises rows once, for all destinations, on the own stream."""
         engine, x, scales = self._engine, self._call.x, self._payload.scales
-        self._nodes.enter()
         if self._call.quantize is None:
             return
+        self._nodes.enter()
         args = _C.QuantizeArgs(
             x=x.data_ptr(),
             x_stride=x.stride(0) * x.element_size(),
             rows=self._payload.rows.data_ptr(),
-            scales=address(scales),
+            scales=_C.address(scales),
             num_rows=len(x),
             hidden=x.shape[1],
             element=ELEMENTS[x.dtype],
@@ -200,48 +206,54 @@ class DispatchAcrossNodes(Operation):
         """Decides which rows cross to which node, plans this node's tokens, and gives all rows their places in the
         output. Returns the handle's totals. Without a capacity, the host waits for them."""
         nodes, call, engine = self._nodes, self._call, self._engine
-        padded = call.capacity is not None
+        padded, T = call.capacity is not None, call.topk_ids.shape[0]
         self._op = _WITH_CAPACITY if padded else _DISPATCH
-        header = headers(self._op, len(call.topk_ids))
+        header = headers(self._op, T)
         own_ids = torch.empty(call.topk_ids.shape, dtype=torch.int32, device=engine.device)
-        rows = nodes.padded_rows() if padded else [0] * len(nodes.legs)
+        rows = nodes.padded_rows if padded else [0] * len(nodes.legs)
         routing = NodesRouting.empty(nodes, own_ids, rows, rows)
         self._begun = routing.plan  # kernels write to it until the routing is copied
-        with engine.streams.on_own():
-            self._messages = nodes.messages()
-            self._block_counts = nodes.block_counts([len(own_ids)])
+        messages, block_counts = nodes.messages(), nodes.block_counts(routing.tokens)
+        self._messages, self._block_counts = messages, block_counts
         segments = self._segments = self._new_segments(routing, header, padded)
         nodes.enter()
         segments.lay_out(engine.control)
-        rows_of_legs = nodes.exchange_counts(header, self._messages, padded)
-        if nodes.host_waits:
-            rows_of_legs()  # checks that the ranks agree
-        sms = engine.dispatch_sms(len(own_ids), self._row_bytes, nodes.num_nodes, False).in_two_kernels()
-        tickets = [0 if padded else engine.next_ticket() for _ in range(nodes.num_segments)]
-        segments.notify(engine.control, sms, tickets[-1])
+        copied = nodes.exchange_counts(messages, reads=nodes.host_waits or not padded)
+        legs = None
+        if copied is not None and nodes.host_waits:
+            legs = nodes.rows_of_legs(header, copied, padded)  # checks that the ranks agree
+        sms = engine.dispatch_sms(T, self._row_bytes, nodes.num_nodes, False, in_two=True)
+        ticket = 0
+        for _ in range(0 if padded else nodes.num_segments):
+            ticket = engine.next_ticket()  # each segment has one; this is the last one's
+        segments.notify(engine.control, sms, ticket)
         if call.capacity is not None:
-            totals, slots = [call.capacity], nodes.padded_slots()
+            totals, slots = [call.capacity], nodes.padded_slots
             self._totals = torch.full((1,), call.capacity, dtype=torch.int64, device="cpu")
         else:
-            every = engine.wait_totals(tickets[-1], nodes.num_segments).tolist()
+            every = engine.wait_totals(ticket, nodes.num_segments).tolist()
             slots = [totals[_SLOTS] for totals in every]
-            routing = routing.extended(*rows_of_legs())
+            assert copied is not None
+            routing = routing.extended(*(legs or nodes.rows_of_legs(header, copied, padded)))
+            self._landed_block_counts = nodes.block_counts(routing.tokens[1:])
+            segments.block_counts = self._landed_block_counts.data_ptr()
             totals = self._add_totals(every, slots) + routing.sent + routing.received + slots
             self._totals = torch.tensor(totals, dtype=torch.int64, device="cpu")
         routing.make_recv_rows(slots)
         self._routing = routing
-        self._payload = self._payload._replace(ids=own_ids)
+        self._payload = Payload(*self._payload[:3], ids=own_ids)
         return totals
 
     def _new_segments(self, routing: NodesRouting, header: Any, padded: bool) -> _C.SegmentedDispatch:
         """Returns what C needs to route tokens."""
         ids = self._call.topk_ids
+        assert self._messages is not None and self._block_counts is not None
         return _C.SegmentedDispatch(
             routing=routing.struct,
             header=header,
             ids=ids.data_ptr(),
             id_bytes=ids.element_size(),
-            padded=self._nodes.padded_rows()[0] if padded else 0,
+            padded=self._nodes.padded_rows[0] if padded else 0,
             own_ids=routing.topk_ids.data_ptr(),
             messages=self._messages.data_ptr(),
             block_counts=self._block_counts.data_ptr(),
@@ -263,10 +275,8 @@ class DispatchAcrossNodes(Operation):
         """Begins to send the rows that cross, and to receive other nodes' rows, chunk by chunk."""
         engine, streams, (T, N) = self._engine, self._engine.streams, routing.rail_rows.shape
         rows, scales, weights, ids = self._payload
-        packed = self._packed = self._payload.like(sum(routing.sent))
-        self._landed = self._payload.like(sum(routing.received))
-        self._nodes.enter()
-        packing = engine.dispatch_sms(T, self._row_bytes, N, False).in_two_kernels()
+        packed = self._packed
+        packing = engine.dispatch_sms(T, self._row_bytes, N, False, in_two=True)
         engine.enter(packing)
         args = _C.PackArgs(
             comm=engine.comm,
@@ -274,17 +284,17 @@ class DispatchAcrossNodes(Operation):
             x_stride=rows.stride(0) * rows.element_size(),
             row_bytes=self._row_bytes,
             rows=packed.rows.data_ptr(),
-            weights=address(weights),
+            weights=_C.address(weights),
             weight_bytes=0 if weights is None else weights.shape[1] * weights.element_size(),
-            packed_weights=address(packed.weights),
-            scales=address(scales),
+            packed_weights=_C.address(packed.weights),
+            scales=_C.address(scales),
             scale_stride=self._scale_bytes,
             scale_bytes=self._scale_bytes,
-            packed_scales=address(packed.scales),
-            ids=address(ids),
-            packed_ids=address(packed.ids),
+            packed_scales=_C.address(packed.scales),
+            ids=_C.address(ids),
+            packed_ids=_C.address(packed.ids),
             rail_rows=routing.rail_rows.data_ptr(),
-            num_rows=len(packed.rows),
+            num_rows=packed.rows.shape[0],
             topk=routing.topk_ids.shape[1],
             num_tokens=T,
             num_nodes=N,
@@ -295,15 +305,15 @@ class DispatchAcrossNodes(Operation):
         with streams.on_own():
             both = zip(packed, self._landed, strict=True)
             fields = [field_of(sent, landed) for sent, landed in both if sent is not None and landed is not None]
-            self._crossing = [
-                self._nodes.start_chunk(chunk, fields, routing.sent, routing.received)
-                for chunk in range(self._nodes.chunks)
-            ]
+            for chunk in range(self._nodes.chunks):
+                self._crossing.append(self._nodes.start_chunk(chunk, fields, routing.sent, routing.received))
 
     def _allocate(self, totals: list[int], headers: Any) -> None:
-        """Makes the output, and completes what C needs to send and receive segments."""
+        """Makes the memory of rows that cross, and the output. Completes what C needs to send and receive segments."""
         engine, call, routing, K = self._engine, self._call, self._routing, self._call.topk_ids.shape[1]
         assert routing is not None
+        self._packed = self._payload.like(sum(routing.sent))
+        self._landed = self._payload.like(sum(routing.received))
         local, words = engine.local_experts, routing.plan
         rows = call.capacity if call.capacity is not None else totals[_ROWS if engine.flat else _SLOTS]
         counts, offsets = words.new_empty(local), words.new_empty(local + 1)
@@ -315,26 +325,24 @@ class DispatchAcrossNodes(Operation):
         made = empty_rows(call, engine.flat, engine.config.ids_as_given, rows)
         result = self._result = DispatchResult(*made, counts, offsets, limits, host_counts)
         if self._segments is None:  # the routing is known
-            self._segments = _C.SegmentedDispatch(header=headers(_CACHED, len(call.x)))
+            self._segments = _C.SegmentedDispatch(header=headers(_CACHED, call.x.shape[0]))
         segments = self._segments
         segments.routing = routing.struct
         segments.own, segments.landed = self._payload.sent(), self._landed.sent()
         if self._landed.ids is not None:
-            with engine.streams.on_own():
-                self._block_counts = self._nodes.block_counts(routing.tokens[1:])
-            segments.block_counts, segments.landed_ids = self._block_counts.data_ptr(), self._landed.ids.data_ptr()
+            segments.landed_ids = self._landed.ids.data_ptr()
         wire_bytes = self._row_bytes + self._scale_bytes
-        self._sms = [engine.dispatch_sms(tokens, wire_bytes, K, False).in_two_kernels() for tokens in routing.tokens]
+        self._sms = [engine.dispatch_sms(tokens, wire_bytes, K, False, in_two=True) for tokens in routing.tokens]
         segments.output = _C.DispatchRecvArgs(
             tokens=result.tokens.data_ptr(),
-            scales=address(result.scales),
-            weights=address(result.weights),
-            row_expert_ids=address(result.ids) if engine.flat else 0,
-            topk_ids=0 if engine.flat else address(result.ids),
+            scales=_C.address(result.scales),
+            weights=_C.address(result.weights),
+            row_expert_ids=_C.address(result.ids) if engine.flat else 0,
+            topk_ids=0 if engine.flat else _C.address(result.ids),
             wide_ids=int(made[-1].dtype is torch.int64),
             expert_count=counts.data_ptr(),
             expert_offset=offsets.data_ptr(),
-            overflow=address(limits),
+            overflow=_C.address(limits),
             capacity=rows,
             fresh=int(call.previous is None),
         )

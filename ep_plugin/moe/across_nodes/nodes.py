@@ -6,10 +6,9 @@ Shapes: R ranks, N nodes of G ranks, E experts in all, E_n = E / N on each node,
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
@@ -27,27 +26,22 @@ _NUM_COMPARED = len(_HEADER) - 1  # all but num_tokens, the last one
 _FIRST_COUNT = len(_HEADER) + _C.crossing_words  # of a message
 
 
+Copied: TypeAlias = tuple[torch.Tensor, Callable[[], bool]]
+"""A copy for the host, and a test for its arrival."""
 RowsOfLegs: TypeAlias = tuple[list[int], list[int]]
 """The rows that each leg sends, and the rows that each leg brings."""
 
 
-class Field(NamedTuple):
-    """One part of all rows that cross in an operation, such as their scales.
-
-    sent, landed: uint8, one dimension: the rows that this rank sends, and those that it receives, leg after leg.
-    row_bytes: of a row. first_sent: the first row of `sent` among all that this rank sends.
-    """
-
-    sent: torch.Tensor
-    landed: torch.Tensor
-    row_bytes: int
-    first_sent: int = 0
+Field: TypeAlias = tuple[torch.Tensor, torch.Tensor, int, int]
+"""One part of all rows that cross in an operation, such as their scales: uint8 tensors of one dimension, with the rows
+that this rank sends and those that it receives, leg after leg; the bytes of a row; and the first row of those that it
+sends among all of the operation."""
 
 
 def field_of(sent: torch.Tensor, landed: torch.Tensor, first_sent: int = 0) -> Field:
     """Returns the rows of two contiguous tensors ``[rows, columns]`` of one dtype."""
     row_bytes = landed.shape[1] * landed.element_size()
-    return Field(sent.view(-1).view(torch.uint8), landed.view(-1).view(torch.uint8), row_bytes, first_sent)
+    return sent.view(-1).view(torch.uint8), landed.view(-1).view(torch.uint8), row_bytes, first_sent
 
 
 class Nodes:
@@ -65,10 +59,20 @@ class Nodes:
         self.of_chunks = [slice(chunk * per_chunk, (chunk + 1) * per_chunk) for chunk in range(self.chunks)]
         """The legs of each chunk."""
         most = engine.config.max_tokens_per_rank
-        if most is not None and max(self.padded_tokens()) > _C.max_tokens:
+        self.padded_rows: list[int] = []
+        """The rows of each leg of a dispatch with a capacity."""
+        self.padded_slots: list[int] = []
+        """The received slots of each segment of such a dispatch."""
+        self._padded_tokens = 0  # of its longest segment
+        if most is not None:
+            self.padded_rows = [padded_rows(self.num_nodes, engine.config)] * len(self.legs)
+            padded_tokens = self.tokens_of(most, self.padded_rows)
+            self.padded_slots = [engine.node_size * tokens for tokens in padded_tokens]
+            self._padded_tokens = max(padded_tokens)
+        if self._padded_tokens > _C.max_tokens:
             raise ValueError(
                 f"max_tokens_per_rank: expected at most {_C.max_tokens} tokens of all other nodes in a chunk, got "
-                f"{max(self.padded_tokens())} for {most} tokens, {self.num_nodes} nodes and {self.chunks} chunks"
+                f"{self._padded_tokens} for {most} tokens, {self.num_nodes} nodes and {self.chunks} chunks"
             )
         self.num_segments = num_segments(self.num_nodes, engine.config)
         self.num_totals = engine.num_totals + 2 * len(self.legs) + self.num_segments
@@ -100,28 +104,14 @@ class Nodes:
         return fixed + (num_tokens + sum(received)) * (2 * topk + self.engine.node_size)
 
     def plan_words(self, num_tokens: int, topk: int, capacity: int | None) -> int | None:
-        return None if capacity is None else self.words_of(num_tokens, topk, self.padded_rows())
+        return None if capacity is None else self.words_of(num_tokens, topk, self.padded_rows)
 
     def slots(self, capacity: int | None) -> int | None:
-        return None if capacity is None else sum(self.padded_slots())
-
-    def padded_rows(self) -> list[int]:
-        """Returns the rows of each leg of a dispatch with a capacity."""
-        return [padded_rows(self.num_nodes, self.engine.config)] * len(self.legs)
-
-    def padded_slots(self) -> list[int]:
-        """Returns the received slots of each segment if the host knows no counts."""
-        return [self.engine.node_size * tokens for tokens in self.padded_tokens()]
-
-    def padded_tokens(self) -> list[int]:
-        """Returns the tokens of each segment if the host knows no counts."""
-        most = self.engine.config.max_tokens_per_rank
-        assert most is not None
-        return self.tokens_of(most, self.padded_rows())
+        return None if capacity is None else sum(self.padded_slots)
 
     def tokens_of(self, num_tokens: int, received: Sequence[int]) -> list[int]:
         """Returns the tokens of each segment. received: the rows that each leg brings."""
-        return [num_tokens, *(sum(received[legs]) for legs in self.of_chunks)]
+        return [num_tokens, *[sum(received[legs]) for legs in self.of_chunks]]
 
     def reserve(self, pool: int, row_bytes: int, per_token: int, rows: int | None) -> None:
         """Makes the pool large enough for each segment. It serves one segment after the other.
@@ -130,7 +120,7 @@ class Nodes:
         """
         engine, most = self.engine, self.engine.config.max_tokens_per_rank
         if rows is None:
-            engine.reserve(pool, row_bytes * max(self.padded_tokens()) * per_token)
+            engine.reserve(pool, row_bytes * self._padded_tokens * per_token)
         elif most is not None and rows <= most * per_token:
             engine.reserve(pool, row_bytes * most * per_token)
         else:
@@ -147,38 +137,40 @@ class Nodes:
         return torch.empty((2, self.num_nodes, self._message_words), dtype=torch.int64, device=self.engine.device)
 
     def block_counts(self, tokens: Sequence[int]) -> torch.Tensor:
-        """Makes memory that plan uses for each of so many tokens, one after the other."""
+        """Makes memory in which plan counts the blocks of a segment, for segments of so many tokens in turn."""
         engine = self.engine
-        words = max(_C.block_count_words(each, engine.node_size, engine.node_experts) for each in tokens)
+        words = max([_C.block_count_words(each, engine.node_size, engine.node_experts) for each in tokens])
         return torch.empty(words, dtype=torch.int32, device=engine.device)
 
-    def exchange_counts(self, header: Any, messages: torch.Tensor, padded: bool) -> Callable[[], RowsOfLegs]:
-        """Exchanges the messages that layout has written on the own stream.
+    def exchange_counts(self, messages: torch.Tensor, reads: bool) -> Copied | None:
+        """Exchanges the messages that layout has written on the own stream. Returns their copy for the host if it
+        reads them."""
+        streams, sends, receives = self.engine.streams, [], []
+        going, landed = messages.view(torch.uint8).view(2, -1).unbind()
+        size = 8 * self._message_words
+        for node in self.engine.rails.nodes:
+            sends.append((node, going, node * size, size))
+            receives.append((node, landed, node * size, size))
+        with streams.on_own():
+            self.finish(self._start(sends, receives, "counts"))
+            return streams.to_host(messages) if reads else None
 
-        Returns a function that returns the rows that each leg sends, and those that each brings. padded: the legs have
-        the rows of `padded_rows`. Then the host waits for nothing on GPUs.
-        """
-        if padded and not self.host_waits:
-            self._exchange(messages)
-            return lambda: (self.padded_rows(), self.padded_rows())
-        read = self._exchange_and_read(header, messages)
-
-        def rows_of_legs() -> RowsOfLegs:
-            mine, theirs = read()
-            self._check_counts(theirs)
-            if padded:
-                return self.padded_rows(), self.padded_rows()
-            sent = [mine[leg.to][_FIRST_COUNT + leg.chunk] for leg in self.legs]
-            received = [theirs[leg.source][_FIRST_COUNT + leg.chunk] for leg in self.legs]
-            most = max(self.tokens_of(0, received))
-            if most > _C.max_tokens:
-                raise EpPluginError(
-                    f"{self.engine.name}: step rail: expected at most {_C.max_tokens} tokens of other nodes in a "
-                    f"chunk, got {most}"
-                )
-            return sent, received
-
-        return functools.cache(rows_of_legs)
+    def rows_of_legs(self, header: Any, copied: Copied, padded: bool) -> RowsOfLegs:
+        """Waits for the messages of other nodes and checks them. Returns the rows that each leg sends, and those that
+        each brings. padded: the legs have the rows of `padded_rows`."""
+        mine, theirs = self._read(header, copied)
+        self._check_counts(theirs)
+        if padded:
+            return self.padded_rows, self.padded_rows
+        sent = [mine[leg.to][_FIRST_COUNT + leg.chunk] for leg in self.legs]
+        received = [theirs[leg.source][_FIRST_COUNT + leg.chunk] for leg in self.legs]
+        most = max(self.tokens_of(0, received))
+        if most > _C.max_tokens:
+            raise EpPluginError(
+                f"{self.engine.name}: step rail: expected at most {_C.max_tokens} tokens of other nodes in a chunk, "
+                f"got {most}"
+            )
+        return sent, received
 
     def agree(self, header: Any, sent: Sequence[int], received: Sequence[int]) -> None:
         """Raises DisagreementError unless ranks of other nodes run the same operation with the same rows in each leg.
@@ -193,35 +185,16 @@ class Nodes:
         going = [words + [0] * (self._message_words - len(words)) for _ in range(self.num_nodes)]
         for leg, rows in zip(self.legs, sent, strict=True):
             going[leg.to][_FIRST_COUNT + leg.chunk] = rows
-        messages = torch.tensor([going, going], dtype=torch.int64, device="cpu")
-        self._check_rows(received, self._exchange_and_read(header, messages)()[1])
+        copied = self.exchange_counts(torch.tensor([going, going], dtype=torch.int64, device="cpu"), reads=True)
+        assert copied is not None
+        self._check_rows(received, self._read(header, copied)[1])
 
-    def _exchange(self, messages: torch.Tensor) -> None:
-        """Sends the messages, and receives those of all other nodes."""
-        going, landed = messages.view(torch.uint8)
-        nodes = self.engine.rails.nodes
-        with self.engine.streams.on_own():
-            size = going.shape[1]
-            halves = going.view(-1), landed.view(-1)
-            sends, receives = ([(node, half, node * size, size) for node in nodes] for half in halves)
-            self.finish(self._start(sends, receives, "counts"))
-
-    def _exchange_and_read(
-        self, header: Any, messages: torch.Tensor
-    ) -> Callable[[], tuple[list[list[int]], list[list[int]]]]:
-        """Exchanges messages. Returns a function that waits for them on the host, and returns what this rank has sent
-        to each node, and what each node has sent to it."""
-        self._exchange(messages)
-        with self.engine.streams.on_own():
-            copied = self.engine.streams.to_host(messages)
-        words = [int(getattr(header, name)) for name in _HEADER]
-
-        def read() -> tuple[list[list[int]], list[list[int]]]:
-            mine, theirs = self._on_host(*copied)
-            self._check_headers(words, theirs)
-            return mine, theirs
-
-        return read
+    def _read(self, header: Any, copied: Copied) -> tuple[list[list[int]], list[list[int]]]:
+        """Waits for messages on the host. Returns what this rank has sent to each node, and what each node has sent to
+        it. Raises DisagreementError unless the headers are alike."""
+        mine, theirs = self._on_host(*copied)
+        self._check_headers([getattr(header, name) for name in _HEADER], theirs)
+        return mine, theirs
 
     def _on_host(self, copy: torch.Tensor, is_there: Callable[[], bool]) -> list[Any]:
         """Returns the headers and rows in a copy of messages on the host, as `Streams.to_host` makes it.

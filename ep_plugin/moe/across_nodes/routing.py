@@ -20,7 +20,7 @@ import torch
 
 from ep_plugin import _C
 from ep_plugin.moe.across_nodes.nodes import Nodes
-from ep_plugin.moe.arguments import address, check_handle_shapes, check_handle_tensors
+from ep_plugin.moe.arguments import check_handle_shapes, check_handle_tensors
 from ep_plugin.moe.layout import DispatchHandle, Routing
 
 _SLOTS, _ROWS, _MAX_ROWS, _MAX_SENT = _C.Total.SLOTS, _C.Total.ROWS, _C.Total.MAX_ROWS, _C.Total.MAX_SENT
@@ -70,7 +70,7 @@ class NodesRouting:
         return _C.SegmentedRouting(
             nodes=self._nodes.struct,
             plan=self.plan.data_ptr(),
-            recv_rows=address(self.recv_rows),
+            recv_rows=_C.address(self.recv_rows),
             tokens=self.tokens,
             slots=self.slots,
             topk=self.topk_ids.shape[1],
@@ -89,7 +89,7 @@ def routing_of(nodes: Nodes, name: str, handle: DispatchHandle) -> tuple[Routing
     check_handle_tensors(engine, name, handle, nodes.num_totals)
     totals: list[int] = handle.totals.tolist()
     if len(totals) == 1:
-        sent, slots = nodes.padded_rows(), nodes.padded_slots()
+        sent, slots = nodes.padded_rows, nodes.padded_slots
         received = sent
     else:
         sent, received, slots = totals[first : first + L], totals[first + L : first + 2 * L], totals[first + 2 * L :]

@@ -15,7 +15,7 @@ from ep_plugin import _C, env
 from ep_plugin.config import SMS_FIELDS, DispatchLayout, MoECommunicatorConfig
 from ep_plugin.dtypes import DTYPES
 from ep_plugin.errors import CaptureRefused, DisagreementError, EpPluginError
-from ep_plugin.moe.arguments import address, check_group, check_routing
+from ep_plugin.moe.arguments import check_group, check_routing
 from ep_plugin.moe.high_throughput import sms
 from ep_plugin.moe.high_throughput.load import HighThroughputLoad
 from ep_plugin.moe.layout import DispatchHandle, Routing
@@ -107,7 +107,7 @@ class HighThroughputEngine(GroupEngine):
         control.set_facts(self.layout, config.expert_alignment, *sizes)
         control.set_comm(self.comm)
         control.set_kernels(self._kernels)
-        control.set_streams(*_in_c(self._streams))
+        control.set_streams(*_in_c(self.streams))
         return control
 
     @property
@@ -121,15 +121,10 @@ class HighThroughputEngine(GroupEngine):
         if self.control is not None:
             self.control.set_kernels(table)
 
-    @property
-    def streams(self) -> Streams:
-        return self._streams
-
-    @streams.setter
-    def streams(self, streams: Streams) -> None:
-        self._streams = streams
-        if self.control is not None:
-            self.control.set_streams(*_in_c(streams))
+    def use(self, streams: Streams) -> None:
+        """Runs later operations on these streams."""
+        self.streams = streams
+        self.control.set_streams(*_in_c(streams))
 
     # -- SMs -----------------------------------------------------------------------------------------------------
 
@@ -143,18 +138,22 @@ class HighThroughputEngine(GroupEngine):
         self._sms, self.asked_sms = asked, counts
         self.control.forget_plans()
 
-    def dispatch_sms(self, num_tokens: int, row_bytes: int, topk: int, quantize: bool) -> sms.KernelSms:
-        """Returns the SMs of a dispatch of T = num_tokens. row_bytes: bytes of a row on the wire, with scales. Ranks
-        may differ."""
-        small = num_tokens <= sms.SMALL_BATCH_TOKENS
-        return sms.fitted(
-            self._sms[0], self._usable_sms, sms.for_dispatch(self.node_size, small, row_bytes, topk, quantize)
-        )
+    def dispatch_sms(
+        self, num_tokens: int, row_bytes: int, topk: int, quantize: bool, in_two: bool = False
+    ) -> sms.KernelSms:
+        """Returns the SMs of a dispatch of T = num_tokens. Ranks may differ.
 
-    def combine_sms(self, num_tokens: int, row_bytes: int, topk: int) -> sms.KernelSms:
-        """Returns the SMs of a combine to T = num_tokens. row_bytes: bytes of a partial row."""
+        row_bytes: bytes of a row on the wire, with scales. in_two: the sending kernel never receives, as between nodes.
+        """
+        small = num_tokens <= sms.SMALL_BATCH_TOKENS
+        wanted = sms.for_dispatch(self.node_size, small, row_bytes, topk, quantize)
+        return sms.fitted(self._sms[0], self._usable_sms, wanted, in_two)
+
+    def combine_sms(self, num_tokens: int, row_bytes: int, topk: int, in_two: bool = False) -> sms.KernelSms:
+        """Returns the SMs of a combine to T = num_tokens. row_bytes: bytes of a partial row. in_two: as above."""
         small, terms_of = num_tokens <= sms.SMALL_BATCH_TOKENS, topk if self.flat else 1  # TOKEN_MAJOR rows are sums
-        return sms.fitted(self._sms[1], self._usable_sms, sms.for_combine(self.node_size, small, row_bytes, terms_of))
+        wanted = sms.for_combine(self.node_size, small, row_bytes, terms_of)
+        return sms.fitted(self._sms[1], self._usable_sms, wanted, in_two)
 
     def enter(self, chosen: sms.KernelSms) -> None:
         """Orders the own stream for the kernels of an operation over nodes, so that they fit beside other kernels that
@@ -244,7 +243,7 @@ class HighThroughputEngine(GroupEngine):
             send_pos=send_pos,
             pair_pos=send_pos + _WORD_BYTES * T * self.node_size,
             meta=meta,
-            recv_rows=address(recv_rows),
+            recv_rows=_C.address(recv_rows),
             slots=0 if recv_rows is None else recv_rows.shape[0],
         )
 

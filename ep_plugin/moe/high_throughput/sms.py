@@ -32,10 +32,6 @@ class KernelSms(NamedTuple):
     sending: int
     receiving: int
 
-    def in_two_kernels(self) -> KernelSms:
-        """Returns the counts for operations whose sending kernel never receives, as between nodes."""
-        return KernelSms(self.sending, max(1, self.receiving))
-
 
 Asked: TypeAlias = tuple[int | None, int | None]
 """Sending and receiving SMs as the configuration gives them; None: not given."""
@@ -92,8 +88,14 @@ def for_combine(ranks: int, small: bool, row_bytes: int, topk: int) -> KernelSms
 
 
 @functools.lru_cache(maxsize=1024)
-def fitted(asked: Asked, usable: int, wanted: KernelSms) -> KernelSms:
-    """Returns the counts `asked`. Counts that are None come from `wanted`, as far as the device has SMs left."""
+def fitted(asked: Asked, usable: int, wanted: KernelSms, in_two: bool = False) -> KernelSms:
+    """Returns the counts `asked`. Counts that are None come from `wanted`, as far as the device has SMs left.
+
+    in_two: the sending kernel never receives.
+    """
+    if in_two:
+        found = fitted(asked, usable, wanted)
+        return KernelSms(found.sending, max(1, found.receiving))
     sending, receiving = asked
     if sending is not None:
         left = max(1, min(wanted.receiving, usable - sending))
