@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ep_plugin.bench import bars, load, plan, provenance, report
+from ep_plugin.bench import bars, load, plan, plan_costs, provenance, report
 from ep_plugin.bench.suite import Suite, WrongResult, take_fields
 from ep_plugin.bench.suites.collectives import AllGatherSuite, ReduceScatterSuite, SendReceiveSuite
 from ep_plugin.bench.suites.fsdp2 import Fsdp2Suite
@@ -69,6 +69,8 @@ def _plan(plot: Path | None = None, **options: Any) -> None:
             raise ValueError(f"nodes: expected at least 2 for --plot, got {asked.nodes}")
         _check_writable("plot", plot)
         typer.echo(plan.markdown(asked))
+        if asked.nodes > 1:
+            typer.echo(f"\n{plan_costs.markdown(asked)}")
         if plot is not None:
             plan.plot(asked, plot)
 

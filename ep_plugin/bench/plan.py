@@ -56,6 +56,8 @@ class Plan:
     node_limit: Annotated[int | None, typer.Option(help="A token's experts are on at most so many nodes.")] = None
     rail_gbps: Annotated[float, typer.Option(help="GB/s per rank and direction between nodes.")] = 45
     link_gbps: Annotated[float, typer.Option(help="GB/s per rank and direction inside a node.")] = 354
+    rail_start_us: Annotated[float, typer.Option(help="Microseconds before an exchange's first byte arrives.")] = 20
+    segment_start_us: Annotated[float, typer.Option(help="Microseconds of a segment's kernels without rows.")] = 40
 
     def __post_init__(self) -> None:
         check_names("dtype", _ELEMENT_BYTES, [self.dtype])
@@ -63,6 +65,9 @@ class Plan:
         for name in ("rail_gbps", "link_gbps"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name}: expected a rate above 0, got {getattr(self, name):g}")
+        for name in ("rail_start_us", "segment_start_us"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name}: expected 0 or more microseconds, got {getattr(self, name):g}")
         if self.ranks > _C.max_ranks:
             raise ValueError(f"ranks: expected at most {_C.max_ranks} on a node, got {self.ranks}")
         if self.experts % self.size:
@@ -91,7 +96,7 @@ class Plan:
 
     @property
     def chunks(self) -> int:
-        return 0 if self.nodes == 1 else default_chunks(self.tokens, self.hidden)
+        return 0 if self.nodes == 1 else default_chunks(self.nodes, self.tokens, self.hidden, self.topk)
 
     def row_bytes(self, operation: str) -> int:
         return self.hidden * _ELEMENT_BYTES[self.dtype][operation == COMBINE]

@@ -27,14 +27,16 @@ class Leg(NamedTuple):
     source: int
 
 
-def default_chunks(max_tokens: int | None, hidden_size: int) -> int:
-    """Returns C where the configuration gives none: one chunk is forwarded while the next one crosses, so more rows
-    need more chunks.
+def default_chunks(num_nodes: int, max_tokens: int | None, hidden_size: int, topk: int) -> int:
+    """Returns C where the configuration gives none: one chunk is forwarded while the next one crosses, so more bytes
+    that cross need more chunks.
 
-    max_tokens: the most tokens of a rank; None: unknown. Their rows have hidden_size elements of 2 bytes.
+    max_tokens: the most tokens of a rank; None: unknown. Their rows have hidden_size elements of 2 bytes, and their
+    experts are drawn evenly.
     """
-    nbytes = (_USUAL_TOKENS if max_tokens is None else max_tokens) * hidden_size * 2
-    return min(max(nbytes // CHUNK_BYTES, 1), MOST_CHUNKS)
+    crossings = (num_nodes - 1) * (1 - (1 - 1 / num_nodes) ** topk)  # of a token, on average
+    nbytes = (_USUAL_TOKENS if max_tokens is None else max_tokens) * crossings * hidden_size * 2
+    return min(max(round(nbytes / CHUNK_BYTES), 1), MOST_CHUNKS)
 
 
 def num_chunks(num_nodes: int, config: MoECommunicatorConfig) -> int:
@@ -43,7 +45,7 @@ def num_chunks(num_nodes: int, config: MoECommunicatorConfig) -> int:
         return 0
     if config.rail_chunks is not None:
         return config.rail_chunks
-    return default_chunks(config.max_tokens_per_rank, config.hidden_size)
+    return default_chunks(num_nodes, config.max_tokens_per_rank, config.hidden_size, config.topk)
 
 
 def padded_rows(num_nodes: int, config: MoECommunicatorConfig) -> int:

@@ -208,8 +208,8 @@ def test_what_cannot_be_is_refused(options: dict[str, Any], says: str) -> None:
 def test_the_table_has_a_line_for_each_exchange_path_and_source() -> None:
     run = ask(dtype="fp8", node_limit=1)
     assert run.exit_code == 0, run.output
-    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in run.output.splitlines() if "|" in line]
-    head, _, *cells = lines
+    table = run.output.partition("\n\n")[0]
+    head, _, *cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()]
     assert len(cells) == 2 * 3 * 2 * 2 == len({tuple(line[:4]) for line in cells})
     found = {tuple(line[:4]): dict(zip(head, line, strict=True)) for line in cells}
     rail = found[DISPATCH, TWO_LEVEL, RAIL, "formula"]

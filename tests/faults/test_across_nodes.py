@@ -382,9 +382,10 @@ def _garbles_ids(nodes: Nodes, change: Callable[[torch.Tensor], Any]) -> None:
 
     def garbled(chunk: int, fields: Any, *rows: Any, **given: Any) -> Any:
         if next(calls) == 1:
-            *others, ids = fields
-            fields = [*others, ids._replace(sent=ids.sent.clone())]
-            change(fields[-1].sent.view(torch.int32).view(-1, ids.row_bytes // 4))
+            *others, (sent, landed, row_bytes, before) = fields
+            changed = sent.clone()
+            change(changed.view(torch.int32).view(-1, row_bytes // 4))
+            fields = [*others, (changed, landed, row_bytes, before)]
         return start(chunk, fields, *rows, **given)
 
     nodes.start_chunk = garbled  # type: ignore[method-assign]

@@ -92,7 +92,7 @@ class _Operators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class _Kernels:
+class CountedKernels:
     """Counts the kernels of a table."""
 
     def __init__(self, table: Any) -> None:
@@ -131,7 +131,7 @@ def _costs(rank: int, size: int, chunks: int) -> dict[str, Any]:
 
         round_trip()
         calls = _calls_of_python(round_trip)
-        engine.kernels = kernels = _Kernels(engine.kernels)
+        engine.kernels = kernels = CountedKernels(engine.kernels)
         with (
             unittest.mock.patch.object(engine, "wait_totals", wraps=engine.wait_totals) as totals,
             unittest.mock.patch.object(nodes, "_on_host", wraps=nodes._on_host) as counts,
@@ -373,11 +373,13 @@ def test_nodes_of_different_sizes_are_refused() -> None:
 
 def test_more_rows_are_cut_into_more_chunks() -> None:
     tokens = CHUNK_BYTES // (2 * 1024)
-    given = [1, tokens - 1, tokens, 2 * tokens, 3 * tokens - 1, 100 * tokens]
-    assert [default_chunks(each, 1024) for each in given] == [1, 1, 1, 2, 2, MOST_CHUNKS]
-    assert default_chunks(None, 7168) == 3 and default_chunks(None, 64) == 1
-    config = MoECommunicatorConfig(num_experts=8, hidden_size=1024, topk=2, max_tokens_per_rank=2 * tokens)
-    assert [num_chunks(nodes, config) for nodes in (1, 2, 64)] == [0, 2, 2]
+    given = [1, tokens, 2 * tokens, 3 * tokens, 100 * tokens]
+    assert [default_chunks(2, each, 1024, 8) for each in given] == [1, 1, 2, 3, MOST_CHUNKS]
+    assert default_chunks(2, None, 7168, 8) == 3 and default_chunks(2, None, 64, 8) == 1
+    # Over more nodes a token crosses more often, up to once for each of its experts.
+    assert [default_chunks(nodes, tokens, 1024, 2) for nodes in (2, 4, 8, 64, 1024)] == [1, 1, 2, 2, 2]
+    config = MoECommunicatorConfig(num_experts=8, hidden_size=1024, topk=1, max_tokens_per_rank=2 * tokens)
+    assert [num_chunks(nodes, config) for nodes in (1, 2, 64)] == [0, 1, 2]
     assert num_chunks(2, dataclasses.replace(config, rail_chunks=5)) == 5
 
 

@@ -8,7 +8,8 @@ from ep_plugin import MoECommunicator, MoECommunicatorConfig
 from tests.ranks import run_ranks, values
 
 TOKENS, HIDDEN, CHUNKS = 10, 64, 2
-COUNTS = 8 * (9 + CHUNKS * (1 + 2 + 2))  # the header's words; for each chunk counts of a node, its ranks and experts
+# The header, what was left out; for each chunk counts of a node, its ranks and experts.
+COUNTS = 8 * (9 + 2 + CHUNKS * (1 + 2 + 2))
 IDS, ROW = 4 * 2, 4 * HIDDEN
 
 

@@ -294,7 +294,8 @@ def test_describe_names_every_agreed_field():
     text = MoECommunicatorConfig(**SMALL, timeout_s=5).describe()
     assert text == (
         "num_experts=8, hidden_size=64, topk=2, max_tokens_per_rank=None, mode=ht, layout=FLAT, "
-        "max_row_bytes=None, expert_alignment=1, ids_as_given=False, rail_chunks=None, shrink=False"
+        "max_row_bytes=None, expert_alignment=1, ids_as_given=False, rail_chunks=None, max_rows_per_node=None, "
+        "shrink=False"
     )
 
 
