@@ -24,8 +24,8 @@ from ep_plugin.runtime.faults import GRACE_S, aborted_error, error_of, gave_up
 from ep_plugin.runtime.poller import Poller
 from ep_plugin.runtime.sms import budget_of
 from ep_plugin.transport.exchange import Exchange
+from ep_plugin.transport.nccl import MOST_CTAS
 from ep_plugin.transport.peer import AddressTable, PeerBuffer, PeerMemory
-from ep_plugin.transport.rail import MOST_CTAS
 from ep_plugin.transport.rails import Rails, check_backend
 from ep_plugin.transport.shm import ShmMemory
 from ep_plugin.transport.topology import NodeMap, RankReport, check_hosts, check_peer_access, discover

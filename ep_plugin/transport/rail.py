@@ -17,32 +17,21 @@ import atexit
 import contextlib
 import ctypes
 import datetime
-import functools
 import os
 import threading
 from collections.abc import Sequence
 from queue import Empty
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from ep_plugin import _C, env
+from ep_plugin.transport import nccl
 from ep_plugin.transport.groups import backend_of
 from ep_plugin.transport.progress import Progress
 from ep_plugin.transport.threads import call_in_thread
 
-MOST_CTAS = 8  # of a kernel of NCCL; dispatch and combine leave as many SMs to it
-_NEVER_S = 24 * 3600.0  # PyTorch's watchdog would end the process
-# PyTorch's backends over NCCL, and the backend that a rail makes where the user has it. ProcessGroupNCCLLazy connects
-# each pair of ranks when they first exchange a message; a rail connects all of its ranks at once.
-_NCCL = {
-    "ProcessGroupNCCL": "ProcessGroupNCCL",
-    "ProcessGroupNCCL2": "ProcessGroupNCCL2",
-    "ProcessGroupNCCLLazy": "ProcessGroupNCCL2",
-}
-_NCCL_FUNCTIONS = ("ncclGroupStart", "ncclGroupEnd", "ncclSend", "ncclRecv", "ncclAllGather", "ncclGetErrorString")
 _LAST_CALLS_S = 1.0  # how long the end of a rail waits for a thread that starts messages
 _GRAPHS_S = 1.0  # how long the abort of a rail waits for CUDA graphs; kernels of NCCL end sooner
 
@@ -59,29 +48,6 @@ class NotBegun(RuntimeError):
     def __init__(self, node: int, error: RuntimeError) -> None:
         super().__init__(str(error))
         self.node = node
-
-
-class _OnStream(NamedTuple):
-    """Wraps a work of NCCL, whose own `wait` would block the host, since the backend has no watchdog."""
-
-    work: Any
-
-    def wait(self) -> None:
-        """Orders torch's current stream after the work."""
-        self.work.synchronize()
-
-
-class _Started(NamedTuple):
-    """Messages that NCCL has started without PyTorch. It holds their memory."""
-
-    direct: _C.NcclRail
-    ticket: int
-    device: torch.device
-    tensors: Any
-
-    def wait(self) -> None:
-        """Orders torch's current stream after the messages."""
-        self.direct.wait(self.ticket, _current_stream(self.device))
 
 
 class User(Protocol):
@@ -105,7 +71,7 @@ class Rail:
     """
 
     def __init__(
-        self, backend: Any, ident: str, progress: Progress | None = None, direct: _C.NcclRail | None = None
+        self, backend: Any, ident: str, progress: Progress | None = None, direct: nccl.Direct | None = None
     ) -> None:
         """direct: starts messages without the backend; None where only the backend can."""
         self._backend, self.ident, self.progress, self._direct = backend, ident, progress, direct
@@ -122,11 +88,7 @@ class Rail:
         """
         self._refuse_if_ended()
         if self._direct is not None:
-            device = messages[0][1].device
-            given = [(node, tensor.data_ptr() + begin, size, sent) for node, tensor, begin, size, sent, _ in messages]
-            return [
-                _Started(self._direct, self._direct.start(_current_stream(device), number, given), device, messages)
-            ]
+            return [self._direct.begin(messages, number)]
         backend, together = self._backend, self.together
         works, node = [], -1
         if together:
@@ -141,17 +103,15 @@ class Rail:
                 with contextlib.suppress(RuntimeError):
                     backend._end_coalescing()
             raise NotBegun(node, error) from error
-        return [_OnStream(backend._end_coalescing())] if together else works
+        return [nccl.OnStream(backend._end_coalescing())] if together else works
 
     def gather(self, everyones: torch.Tensor, part: torch.Tensor, number: int = 0) -> Any:
         """Begins to fill `everyones` with the `part` of every node, by node. number: as in `begin`."""
         self._refuse_if_ended()
         if self._direct is not None:
-            device, addresses = part.device, (part.data_ptr(), everyones.data_ptr())
-            ticket = self._direct.gather(_current_stream(device), number, *addresses, part.numel())
-            return _Started(self._direct, ticket, device, (everyones, part))
+            return self._direct.gather(everyones, part, number)
         work = self._backend._allgather_base(everyones, part)
-        return _OnStream(work) if self.together else work
+        return nccl.OnStream(work) if self.together else work
 
     def _refuse_if_ended(self) -> None:
         if self._ended:
@@ -327,13 +287,13 @@ def _connected(
     """Returns a rail over a backend like `theirs`, the user's, or None where a rail has to use the user's group."""
     theirs = getattr(theirs, "wrapped_pg", theirs)  # torch.distributed wraps it where it debugs
     store = c10d.PrefixStore(f"rail {ident}", store)
-    kind = _nccl_kind(theirs) if device.type == "cuda" else None
+    kind = nccl.kind_of(theirs) if device.type == "cuda" else None
     if kind is not None:
         # A connection of its own to the store: a rank that is late blocks it.
-        backend = _connect_nccl(kind, store.clone(), node, num_nodes, _nccl_options(theirs), device, timeout_s)
+        backend = nccl.connect(kind, store.clone(), node, num_nodes, nccl.options_like(theirs), device, timeout_s)
         # When it is connected, all ranks have read the keys, of which each class of PyTorch sets one.
         progress = Progress(device)
-        direct = _direct(backend, device, progress)
+        direct = nccl.direct_of(backend, device, progress)
         progress.is_written = direct is not None
         rail = Rail(backend, ident, progress, direct)
         keys = ["0", "nccl2/nccl_storekey_0"] if node == 0 else []
@@ -357,92 +317,6 @@ def _gloo_options(theirs: Any, timeout_s: float) -> Any:
     options._threads = 1  # sends and receives need none
     options._timeout = datetime.timedelta(seconds=timeout_s)
     return options
-
-
-def _nccl_kind(theirs: Any) -> Any | None:
-    """Returns the class of PyTorch for a rail of a user's NCCL backend, None for any other backend."""
-    for name, own in _NCCL.items():
-        if isinstance(theirs, getattr(c10d, name, ())):
-            return getattr(c10d, own)
-    return None
-
-
-def _nccl_options(theirs: Any) -> Any:
-    options: Any = c10d.ProcessGroupNCCL.Options()  # all classes take these
-    options._timeout = datetime.timedelta(seconds=_NEVER_S)
-    options.config = theirs.options.config
-    options.config.blocking = 1  # NCCL's functions return when their work is enqueued
-    if options.config.net_name is not None:
-        options.config.net_name = options.config.net_name  # a copy, since NCCL may free a communicator's name
-    asked = options.config.max_ctas
-    options.config.max_ctas = min(asked, MOST_CTAS) if asked > 0 else MOST_CTAS  # below 1: not set
-    options.config.min_ctas = min(options.config.min_ctas, options.config.max_ctas)
-    return options
-
-
-def _connect_nccl(
-    kind: Any, store: Any, node: int, num_nodes: int, options: Any, device: torch.device, timeout_s: float
-) -> Any:
-    """Makes a backend of class `kind`, and returns it when it is connected.
-
-    Raises:
-        RuntimeError: ranks do not come in time. NCCL itself would wait for them for ever.
-    """
-
-    def connect() -> Any:
-        with torch.cuda.device(device):
-            try:
-                # From PyTorch 2.15 on ProcessGroupNCCL2 connects here, and without a device would choose one.
-                backend = kind(store, node, num_nodes, options, device)
-            except TypeError:  # of an older version or class, which takes no device
-                backend = kind(store, node, num_nodes, options)
-            backend.eager_connect_single_device(device)
-            return backend
-
-    try:
-        with env.rail_variables():
-            backend, error = call_in_thread(connect).get(timeout=timeout_s)
-    except Empty:
-        raise RuntimeError(f"NCCL has not connected within {timeout_s:g} s") from None
-    if error is not None:
-        raise error
-    return backend
-
-
-def _direct(backend: Any, device: torch.device, progress: Progress) -> _C.NcclRail | None:
-    """Returns what starts messages on the communicator of `backend` without it. None if PyTorch does not name the
-    communicator, or if its NCCL cannot be found: then the backend starts them, in some five times as long."""
-    named = getattr(backend, "_comm_ptr", None)
-    functions = _nccl_functions() if named is not None else None
-    if named is None or functions is None:
-        return None
-    with torch.cuda.device(device):
-        comm = named()
-    return _C.NcclRail(functions, comm, progress.stream, device.index, progress.word) if comm else None
-
-
-@functools.cache
-def _nccl_functions() -> list[int] | None:
-    """Returns the addresses of the functions of PyTorch's NCCL, as csrc/control/nccl_rail.h orders them, or None."""
-    try:
-        loaded = ctypes.CDLL("libnccl.so.2", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
-        number = ctypes.c_int()
-        if loaded.ncclGetVersion(ctypes.byref(number)) != 0 or number.value != _nccl_version():
-            return None  # PyTorch has one of its own
-        return [ctypes.cast(getattr(loaded, name), ctypes.c_void_p).value or 0 for name in _NCCL_FUNCTIONS]
-    except (OSError, AttributeError):
-        return None
-
-
-def _nccl_version() -> int:
-    """Returns the version of PyTorch's NCCL as NCCL numbers it, such as 22809."""
-    major, minor, patch = torch.cuda.nccl.version()[:3]
-    return major * 10000 + minor * 100 + patch
-
-
-def _current_stream(device: torch.device) -> int:
-    stream: int = torch._C._cuda_getCurrentRawStream(device.index)
-    return stream
 
 
 def _greet(rail: Rail, node: int, num_nodes: int, timeout_s: float) -> None:

@@ -18,7 +18,7 @@ from ep_plugin import HierarchicalAllGather
 from ep_plugin.errors import EpPluginError, PeerAborted, PeerTimeout
 from ep_plugin.runtime import group
 from ep_plugin.runtime.group import RailWatch, weakly
-from ep_plugin.transport import progress, rail
+from ep_plugin.transport import nccl, progress, rail
 from ep_plugin.transport.progress import Progress
 from ep_plugin.transport.rail import Rail
 from tests.faults.fault_cases import open_communicator, open_with_deadline, tokens_for
@@ -273,16 +273,17 @@ class _Nccl:
 
 
 @pytest.fixture
-def nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+def over_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
     names = ("PrefixStore", "ProcessGroupNCCL", "is_nccl_available", "is_gloo_available")
     kinds = (lambda prefix, store: store, _Nccl, lambda: True, lambda: True)
-    monkeypatch.setattr(rail, "c10d", SimpleNamespace(**dict(zip(names, kinds, strict=True))))
+    for module in (rail, nccl):
+        monkeypatch.setattr(module, "c10d", SimpleNamespace(**dict(zip(names, kinds, strict=True))))
     monkeypatch.setattr(rail, "Progress", lambda device: SimpleNamespace(device=device))
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
 
 
 @pytest.mark.deadline
-@pytest.mark.usefixtures("nccl")
+@pytest.mark.usefixtures("over_nccl")
 def test_a_rank_that_does_not_connect_is_waited_for_until_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     late = threading.Event()
     monkeypatch.setattr(_Nccl, "eager_connect_single_device", lambda self, device: late.wait())
@@ -293,7 +294,7 @@ def test_a_rank_that_does_not_connect_is_waited_for_until_the_deadline(monkeypat
     late.set()
 
 
-@pytest.mark.usefixtures("nccl")
+@pytest.mark.usefixtures("over_nccl")
 @pytest.mark.parametrize(("asked", "bounded"), [(-9, 8), (4, 4), (32, 8)])
 def test_nccl_of_a_rail_outlives_its_peers_and_leaves_room(
     monkeypatch: pytest.MonkeyPatch, asked: int, bounded: int

@@ -23,7 +23,7 @@ def run(code: str, *, fails: bool = False, **variables: str) -> subprocess.Compl
     """Runs `code` in a fresh Python that has only these EP_PLUGIN* variables."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("EP_PLUGIN")}
     done = subprocess.run(
-        [sys.executable, "-c", code], env=inherited | variables, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", code], env=inherited | variables, capture_output=True, text=True, timeout=240
     )
     assert (done.returncode != 0) == fails, done.stdout + done.stderr
     return done
@@ -158,7 +158,7 @@ def test_what_a_script_without_a_launcher_starts(
         env=inherited | {"EP_PLUGIN": "fsdp2"} | variables,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
     )
     assert done.returncode == 0, done.stderr
     found = dict(line.split(": ") for line in done.stdout.splitlines())
@@ -230,7 +230,7 @@ def test_the_first_rank_says_which_switch_served_nothing(tmp_path: Path) -> None
     (tmp_path / "train.py").write_text(TRAIN)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]
     variables = os.environ | {"EP_PLUGIN": "megatron,fsdp2", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     said = [line for line in done.stderr.splitlines() if line.startswith(("ep_plugin", "EP_PLUGIN"))]
     waiting = "waiting: megatron.core.transformer.moe.moe_layer has not been imported"

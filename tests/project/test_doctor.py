@@ -58,7 +58,7 @@ def doctor(*options: str, **environment: str) -> tuple[int, list[Finding], str]:
     """Exit status, findings, and stderr of a process of its own."""
     done = subprocess.run(
         [sys.executable, "-m", "ep_plugin.doctor", "--json", *options],
-        cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True, timeout=120,
+        cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True, timeout=240,
     )  # fmt: skip
     shown = json.loads(done.stdout) if done.stdout else {"status": done.returncode, "findings": []}
     assert shown["status"] == done.returncode, done.stderr
@@ -444,7 +444,7 @@ def test_a_torch_that_cannot_be_imported(rank: str | None, tmp_path: Path) -> No
 def test_a_limit_on_the_size_of_files() -> None:
     size = 32 << 20
     done = subprocess.run(
-        [sys.executable, "-m", "ep_plugin.doctor"], cwd=ROOT, capture_output=True, text=True, timeout=120,
+        [sys.executable, "-m", "ep_plugin.doctor"], cwd=ROOT, capture_output=True, text=True, timeout=240,
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (size, size)),
     )  # fmt: skip
     assert done.returncode == 1
@@ -467,7 +467,7 @@ def test_a_rank_that_does_not_come_is_named() -> None:
 def test_a_network_device_that_is_not_there() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "ep_plugin.doctor", "--json"],
-        cwd=ROOT, env={**os.environ, "GLOO_SOCKET_IFNAME": "no_such"}, capture_output=True, text=True, timeout=120,
+        cwd=ROOT, env={**os.environ, "GLOO_SOCKET_IFNAME": "no_such"}, capture_output=True, text=True, timeout=240,
     )  # fmt: skip
     assert done.returncode == 1
     (finding,) = [each for each in json.loads(done.stdout)["findings"] if each["subject"] == "ranks"]
@@ -503,7 +503,7 @@ def test_a_wrong_option_ends_with_status_2(option: list[str]) -> None:
 def test_under_torchrun_rank_0_prints_once() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "ep_plugin.doctor", "--json"],
-        cwd=ROOT, env=dict(os.environ), capture_output=True, text=True, timeout=120,
+        cwd=ROOT, env=dict(os.environ), capture_output=True, text=True, timeout=240,
     )  # fmt: skip
     shown = json.loads(done.stdout)
     said = {each["subject"]: each["what"] for each in shown["findings"]}

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from ep_plugin import _C
-from ep_plugin.transport import rail
+from ep_plugin.transport import nccl
 from ep_plugin.transport.progress import Progress
 from ep_plugin.transport.rail import Rail
 
@@ -161,9 +161,9 @@ def test_an_end_stops_the_messages_of_another_thread(device: Device) -> None:
 @pytest.fixture
 def over_nccl(device: Device, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rail]:
     """A rail with a backend that can only abort."""
-    monkeypatch.setattr(rail, "_current_stream", lambda device: AFTER)
+    monkeypatch.setattr(nccl, "_current_stream", lambda device: AFTER)
     backend = SimpleNamespace(abort=lambda: device.calls.append("abort"))
-    yield Rail(backend, "name", SimpleNamespace(), rail_on(device))  # type: ignore[arg-type]
+    yield Rail(backend, "name", SimpleNamespace(), nccl.Direct(rail_on(device), torch.device("cuda", 0)))  # type: ignore[arg-type]
 
 
 def test_a_rail_starts_messages_without_its_backend(over_nccl: Rail, device: Device) -> None:
@@ -192,10 +192,10 @@ def test_messages_hold_their_memory_until_they_are_forgotten(over_nccl: Rail) ->
 @pytest.mark.parametrize("what", ["no name", "no communicator", "no functions", "all"])
 def test_a_backend_starts_what_nothing_else_can(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
     named = {} if what == "no name" else {"_comm_ptr": lambda: 0 if what == "no communicator" else COMM}
-    monkeypatch.setattr(rail, "_nccl_functions", lambda: None if what == "no functions" else Device().addresses)
+    monkeypatch.setattr(nccl, "functions_of_nccl", lambda: None if what == "no functions" else Device().addresses)
     monkeypatch.setattr(torch.cuda, "device", _Current)
     progress: Progress = SimpleNamespace(stream=STREAM, word=WORD)  # type: ignore[assignment]
-    made = rail._direct(SimpleNamespace(**named), torch.device("cuda", 0), progress)
+    made = nccl.direct_of(SimpleNamespace(**named), torch.device("cuda", 0), progress)
     assert (made is not None) == (what == "all")
 
 
@@ -208,16 +208,16 @@ class _Current:
 
 
 def test_functions_are_those_of_pytorchs_nccl_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    loaded = SimpleNamespace(**dict.fromkeys(rail._NCCL_FUNCTIONS, _GROUP(lambda: 0)))
+    loaded = SimpleNamespace(**dict.fromkeys(nccl.FUNCTIONS, _GROUP(lambda: 0)))
     loaded.ncclGetVersion = lambda number: setattr(number._obj, "value", 22809) or 0
     asked = []
     monkeypatch.setattr(ctypes, "CDLL", lambda name, mode: asked.append((name, mode & os.RTLD_NOLOAD)) or loaded)
     for version, found in ((22809, True), (22907, False)):
-        monkeypatch.setattr(rail, "_nccl_version", lambda version=version: version)
-        rail._nccl_functions.cache_clear()
-        assert (rail._nccl_functions() is not None) == found
+        monkeypatch.setattr(nccl, "version_of_nccl", lambda version=version: version)
+        nccl.functions_of_nccl.cache_clear()
+        assert (nccl.functions_of_nccl() is not None) == found
     assert asked[0] == ("libnccl.so.2", os.RTLD_NOLOAD), "a second NCCL must not be loaded"
-    rail._nccl_functions.cache_clear()
+    nccl.functions_of_nccl.cache_clear()
     monkeypatch.undo()
-    assert torch.cuda.is_available() or rail._nccl_functions() is None
-    rail._nccl_functions.cache_clear()
+    assert torch.cuda.is_available() or nccl.functions_of_nccl() is None
+    nccl.functions_of_nccl.cache_clear()

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from ep_plugin import HierarchicalAllGather, HierarchicalReduceScatter, MoECommunicator, MoECommunicatorConfig
 from ep_plugin.errors import DisagreementError, EpPluginError, PeerAborted
-from ep_plugin.transport import rail, threads
+from ep_plugin.transport import nccl, rail, threads
 from tests.faults.fault_cases import (
     RAIL_CHUNKS,
     open_communicator,
@@ -299,6 +299,7 @@ def _over_nccl2(rank: int, kind: type[_Nccl2], lazy: bool) -> None:
     names = {"ProcessGroupNCCL": type("ProcessGroupNCCL", (), {"Options": SimpleNamespace})}
     names |= {"ProcessGroupNCCL2": kind, "ProcessGroupNCCLLazy": _Lazy, "PrefixStore": dist.PrefixStore}
     rail.c10d = SimpleNamespace(**names, is_gloo_available=c10d.is_gloo_available)  # type: ignore[attr-defined]
+    nccl.c10d = rail.c10d  # type: ignore[attr-defined]
     rail.Progress = lambda device: SimpleNamespace()  # type: ignore[assignment, misc]
     torch.cuda.device = lambda device: contextlib.nullcontext()  # type: ignore[assignment, misc]
     store = c10d._get_default_store()
@@ -306,7 +307,7 @@ def _over_nccl2(rank: int, kind: type[_Nccl2], lazy: bool) -> None:
     assert made is not None and type(made._backend) is kind and made.together and made.captures
     backend = made._backend
     assert backend.made_with == "1" and backend.device == torch.device("cuda", 0)
-    assert backend.options._timeout > datetime.timedelta(hours=1) and backend.options.config.max_ctas == rail.MOST_CTAS
+    assert backend.options._timeout > datetime.timedelta(hours=1) and backend.options.config.max_ctas == nccl.MOST_CTAS
     sent, received = torch.full((3,), rank, dtype=torch.uint8), torch.empty(3, dtype=torch.uint8)
     (work,) = made.begin(
         [(1 - rank, sent, 0, sent.numel(), True, 0), (1 - rank, received, 0, received.numel(), False, 0)]
@@ -332,16 +333,16 @@ def test_pytorch_has_what_rails_over_nccl_use() -> None:
     """A build of PyTorch for CPUs alone has none of these classes."""
     used = ("eager_connect_single_device", "_allgather_base", "abort", "shutdown", "options")
     used += ("_start_coalescing", "send", "recv", "_end_coalescing")
-    for name in rail._NCCL:
+    for name in nccl.KINDS:
         theirs = getattr(dist.distributed_c10d, name, None)
         if theirs is None:
             continue
-        own = rail._nccl_kind(theirs.__new__(theirs))
-        assert own.__name__ == rail._NCCL[name] and all(hasattr(own, method) for method in used)
+        own = nccl.kind_of(theirs.__new__(theirs))
+        assert own.__name__ == nccl.KINDS[name] and all(hasattr(own, method) for method in used)
         config = dist.ProcessGroupNCCL.Options().config
         config.net_name = "fabric"
-        options = rail._nccl_options(SimpleNamespace(options=SimpleNamespace(config=config)))
-        assert (options.config.net_name, options.config.max_ctas) == ("fabric", rail.MOST_CTAS)
+        options = nccl.options_like(SimpleNamespace(options=SimpleNamespace(config=config)))
+        assert (options.config.net_name, options.config.max_ctas) == ("fabric", nccl.MOST_CTAS)
 
 
 class _HeldByAGraph:

@@ -26,8 +26,8 @@ from ep_plugin.runtime.group import GroupEngine, weakly
 from ep_plugin.runtime.streams import CudaStreams, Streams, high_throughput_streams, kernels_for
 from ep_plugin.transport import open_memory
 from ep_plugin.transport.exchange import Exchange
+from ep_plugin.transport.nccl import MOST_CTAS
 from ep_plugin.transport.peer import AddressTable, PeerBuffer
-from ep_plugin.transport.rail import MOST_CTAS
 
 # These are plain ints: they are looked up at every operation, and hashing an enum calls Python code.
 DISPATCH_POOL, COMBINE_POOL = int(_C.Pool.DISPATCH), int(_C.Pool.COMBINE)
