@@ -67,9 +67,10 @@ class MoECommunicatorConfig:
         tokens (4096 if that is None) of hidden_size elements of 2 bytes with evenly drawn experts. Unused on one node.
     max_rows_per_node: the most tokens of a rank for one other node that a dispatch with ``capacity=`` has room for, an
         equal share of them in each chunk. Its last tokens are left out for a node that has more, and
-        ``DispatchOutput.left_out`` says so on all ranks. The pools and the buffers between nodes are in proportion to
-        it. None: twice what evenly drawn experts need, 2 * topk * max_tokens_per_rank / nodes, and at most
-        max_tokens_per_rank, which leaves none out. Unused on one node.
+        ``DispatchOutput.left_out`` says so on all ranks. It bounds the buffers between nodes, and the pools. It needs
+        max_tokens_per_rank, which as a value leaves no token out. None: in a chunk of t tokens the larger of 2 m and m
+        + 8 sqrt(m) + 8, at most t. m = topk * t / nodes, which evenly drawn experts need on average. Unused on one
+        node.
     timeout_s: seconds that a rank waits for its peers, at most 1e9. None: the process group's own timeout.
     dispatch_send_sms, dispatch_recv_sms, combine_send_sms, combine_recv_sms: SMs of each kernel. Not in mode="ll".
         None: as many SMs as fill the links with rows of the operation's shape, more for small batches, and no more than
@@ -116,6 +117,10 @@ class MoECommunicatorConfig:
             raise ValueError(f"max_row_bytes: expected a multiple of {ROW_ALIGNMENT_BYTES}, got {self.max_row_bytes}")
         if self.expert_alignment > MAX_ALIGNMENT:
             raise ValueError(f"expert_alignment: expected at most {MAX_ALIGNMENT}, got {self.expert_alignment}")
+        if self.max_rows_per_node is not None and self.max_tokens_per_rank is None:
+            raise ValueError(
+                f"max_rows_per_node: expected None without max_tokens_per_rank, got {self.max_rows_per_node}"
+            )
         if self.rail_chunks is not None and self.rail_chunks > MAX_RAIL_CHUNKS:
             raise ValueError(f"rail_chunks: expected at most {MAX_RAIL_CHUNKS}, got {self.rail_chunks}")
         _check_timeout(self.timeout_s)

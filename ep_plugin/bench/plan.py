@@ -22,7 +22,7 @@ import typer
 from ep_plugin import _C
 from ep_plugin.bench.report import markdown_table, picture
 from ep_plugin.bench.suite import check_least, check_names
-from ep_plugin.config import ROW_ALIGNMENT_BYTES
+from ep_plugin.config import MAX_TOPK, ROW_ALIGNMENT_BYTES
 from ep_plugin.dtypes import num_scales
 from ep_plugin.moe.legs import chunk_bounds, default_chunks, legs_of
 
@@ -74,6 +74,8 @@ class Plan:
             raise ValueError(f"experts: expected a multiple of the {self.size} ranks, got {self.experts}")
         if not 1 <= self.reached <= self.nodes:
             raise ValueError(f"node_limit: expected 1 to the {self.nodes} nodes, got {self.node_limit}")
+        if self.topk > MAX_TOPK:
+            raise ValueError(f"topk: expected at most {MAX_TOPK}, got {self.topk}")
         if self.topk > self.choices:
             most = f"the {self.choices} experts of {self.reached} nodes"
             raise ValueError(f"topk: expected at most {most}, got {self.topk}")

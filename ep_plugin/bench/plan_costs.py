@@ -1,7 +1,7 @@
-"""What `ep-bench plan` says about the host, the memory and the course of operations over nodes. It measures nothing.
+"""`ep-bench plan` also predicts the kernels, the memory and the timeline of operations over nodes. It measures nothing.
 
-Counts are those of one rank in ep_plugin.moe.across_nodes on GPUs. The course puts the parts of an operation one after
-the other, or side by side, as the streams do. Its times come from the plan's rates and starts.
+Counts are those of one rank in ep_plugin.moe.across_nodes on GPUs. The timeline puts the parts of an operation one
+after the other, or side by side, as the streams do. Its times come from the plan's rates and starts.
 
 Shapes: N nodes of G ranks, T tokens per rank, K experts per token, C chunks.
 """
@@ -27,19 +27,19 @@ from ep_plugin.bench.plan import (
 )
 from ep_plugin.bench.plan import expected_rows as mean_rows
 from ep_plugin.bench.report import markdown_table
-from ep_plugin.config import MoECommunicatorConfig
+from ep_plugin.config import MAX_RAIL_CHUNKS, MoECommunicatorConfig
 from ep_plugin.dtypes import num_scales
-from ep_plugin.moe.legs import MOST_CHUNKS, padded_rows
+from ep_plugin.moe.legs import padded_rows
 
 BOUNDED = "dispatch, capacity="
 CALLS = (DISPATCH, BOUNDED, CACHED, COMBINE)
 _NOTES = """\
-- kernels, exchanges over the rail, messages that a rank sends in them, and waits of the host for GPUs: of one call with
-  weights, in C chunks.
-- rows that cross: the memory for those that leave and that come. pool: of one rank, for its node's ranks. Both with
-  max_tokens_per_rank = T. Without a capacity, also for combine, rows are the mean of evenly drawn experts.
-- time: of a call whose ranks start together, by --rail-gbps, --link-gbps, --rail-start-us and --segment-start-us. The
-  host is not in it. hidden: the share of the rail's and the node's work that runs at the same time."""
+- counts: one call with weights has so many kernels, exchanges over the rail, messages that a rank sends in them, and
+  waits of a GPU's host.
+- memory: a rank holds the rows that leave and that come, and a pool for the ranks of its node. max_tokens_per_rank is
+  T. Without a capacity, also for combine, rows are the mean of evenly drawn experts.
+- times: all ranks start together, and the host takes no time. The rest is by --rail-gbps, --link-gbps, --rail-start-us
+  and --segment-start-us. overlap: the part of the shorter one of rail and inside that runs beside the longer one."""
 
 
 class Counts(NamedTuple):
@@ -73,20 +73,23 @@ class Memory(NamedTuple):
     pool: float
 
 
-def padded(plan: Plan) -> int:
-    """Returns the rows of each leg of a dispatch with a capacity, where the configuration gives T and K alone."""
-    return padded_rows(
-        plan.nodes,
-        MoECommunicatorConfig(
-            num_experts=plan.experts, hidden_size=plan.hidden, topk=plan.topk, max_tokens_per_rank=plan.tokens
-        ),
+def padded(plan: Plan, chunks: int) -> int:
+    """Returns the rows of each leg of a dispatch with a capacity in so many chunks. max_rows_per_node has its
+    default."""
+    config = MoECommunicatorConfig(
+        num_experts=plan.experts,
+        hidden_size=plan.hidden,
+        topk=plan.topk,
+        max_tokens_per_rank=plan.tokens,
+        rail_chunks=chunks,
     )
+    return padded_rows(plan.nodes, config)
 
 
 def memory_of(plan: Plan, call: str) -> Memory:
     """Returns the memory of a call with weights. A combine is that of a dispatch without a capacity."""
     T, K, G, C, others = plan.tokens, plan.topk, plan.ranks, plan.chunks, plan.nodes - 1
-    mean, room = mean_rows(plan), others * padded(plan)  # room: for the tokens of a chunk, from all other nodes
+    mean, room = mean_rows(plan), others * padded(plan, C)  # room: for the tokens of a chunk, from all other nodes
     rows = mean[TWO_LEVEL]
     to_a_rank = mean[ROW_PER_RANK].sent / (plan.size - G) * others / C  # of such a chunk's tokens
     if call == COMBINE:
@@ -101,31 +104,32 @@ def memory_of(plan: Plan, call: str) -> Memory:
 
 
 def _grown(usual: int, needed: float) -> float:
-    """Returns the rows of a pool that has `usual` rows unless more are needed. Then it gets a quarter more."""
+    """Returns the rows of a pool. It has `usual` rows, or if more are needed, a quarter more than these."""
     return usual if needed <= usual else 1.25 * needed
 
 
-class Course(NamedTuple):
-    """Seconds. rail, inside: how long rows cross, and move inside the node. all: from the start to the end."""
+class Timeline(NamedTuple):
+    """The times of one operation, in seconds. rail, inside: how long rows cross, and how long they move inside the
+    node. all: from the start to the end."""
 
     rail: float
     inside: float
     all: float
 
     @property
-    def hidden(self) -> float:
-        """The share of the shorter one of `rail` and `inside` that runs beside the other one."""
+    def overlap(self) -> float:
+        """The part of the shorter one of `rail` and `inside` that runs beside the longer one, 0 to 1."""
         shorter = min(self.rail, self.inside)
         return max(0.0, min(1.0, (self.rail + self.inside - self.all) / shorter)) if shorter else 0.0
 
 
-def course_of(plan: Plan, call: str, rows: Rows, chunks: int) -> Course:
-    """Returns the course of a call in so many chunks of equal size. rows: those of `expected_rows` or counted ones."""
+def timeline_of(plan: Plan, call: str, rows: Rows, chunks: int) -> Timeline:
+    """Returns the timeline of a call in so many chunks of equal size. rows: the rows of this rank."""
     operation = DISPATCH if call == BOUNDED else call
     weights, rail_start, segment_start = call != COMBINE, plan.rail_start_us * 1e-6, plan.segment_start_us * 1e-6
     number = rows_of(operation, RAIL, rows)
     if call == BOUNDED:
-        number = (plan.nodes - 1) * chunks * padded(plan)
+        number = (plan.nodes - 1) * chunks * padded(plan, chunks)
     crossing = bytes_of(plan, TWO_LEVEL, RAIL, operation, number, weights)
     over_rail = (sum(crossing) - crossing.counts) / chunks / (plan.rail_gbps * 1e9) + rail_start
     links = sum(bytes_of(plan, TWO_LEVEL, LINKS, operation, rows.links, weights)) / (plan.link_gbps * 1e9)
@@ -144,7 +148,7 @@ def course_of(plan: Plan, call: str, rows: Rows, chunks: int) -> Course:
             rail_ends += over_rail
             inside_ends = max(rail_ends, inside_ends) + forward
         ends = inside_ends
-    return Course(counts + chunks * over_rail, own + chunks * forward, ends)
+    return Timeline(counts + chunks * over_rail, own + chunks * forward, ends)
 
 
 def markdown(plan: Plan) -> str:
@@ -152,17 +156,17 @@ def markdown(plan: Plan) -> str:
     calls, times, rows = [], [], mean_rows(plan)[TWO_LEVEL]
     for call in CALLS:
         counts, memory = counts_of(plan, call), memory_of(plan, call)
-        course = course_of(plan, call, rows, plan.chunks)
+        timeline = timeline_of(plan, call, rows, plan.chunks)
         calls.append(
             {"call": call}
             | {name.replace("_", " "): str(count) for name, count in counts._asdict().items()}
             | {"rows that cross, MB": f"{memory.crossing / 1e6:.1f}", "pool, MB": f"{memory.pool / 1e6:.1f}"}
-            | {"rail, ms": f"{course.rail * 1e3:.3f}", "inside, ms": f"{course.inside * 1e3:.3f}"}
-            | {"all, ms": f"{course.all * 1e3:.3f}", "hidden": f"{course.hidden:.0%}"}
+            | {"rail, ms": f"{timeline.rail * 1e3:.3f}", "inside, ms": f"{timeline.inside * 1e3:.3f}"}
+            | {"all, ms": f"{timeline.all * 1e3:.3f}", "overlap": f"{timeline.overlap:.0%}"}
         )
-    for call, chunks in itertools.product((DISPATCH, COMBINE), range(1, MOST_CHUNKS + 3)):
-        course = course_of(plan, call, rows, chunks)
+    for call, chunks in itertools.product((DISPATCH, COMBINE), range(1, MAX_RAIL_CHUNKS + 1)):
+        timeline = timeline_of(plan, call, rows, chunks)
         line = {"call": call, "chunks": f"{chunks}{' (default)' if chunks == plan.chunks else ''}"}
-        times.append(line | {"all, ms": f"{course.all * 1e3:.3f}", "hidden": f"{course.hidden:.0%}"})
+        times.append(line | {"all, ms": f"{timeline.all * 1e3:.3f}", "overlap": f"{timeline.overlap:.0%}"})
     tables = markdown_table(calls, ("call",)), markdown_table(times, ("call",))
     return "\n\n".join((*tables, _NOTES))

@@ -371,7 +371,7 @@ class ElasticBuffer(ElasticMessages, SharedCommunicators):
         config = communicator(handle.routing.comm).config
         if config.max_tokens_per_rank is not None:
             most = least_bound(handle.num_max_tokens_per_rank * handle.topk_idx.shape[1])
-            config = dataclasses.replace(config, max_tokens_per_rank=most)
+            config = dataclasses.replace(config, max_tokens_per_rank=most, max_rows_per_node=most)
         return self._communicator(config, device)
 
 

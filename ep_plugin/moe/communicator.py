@@ -230,8 +230,7 @@ class MoECommunicator:
             previous_handle: reuse the routing of an earlier dispatch, which had the same topk_ids.
             capacity: rows of the output. The host then waits for nothing, and the output's ``overflow`` says on the
                 device whether rows were dropped, and over nodes ``left_out`` whether some have not crossed. In
-                mode="ll": rows of each expert's block, a multiple of R; each rank
-                may then have capacity / R tokens.
+                mode="ll": rows of each expert's block, a multiple of R; each rank may then have capacity / R tokens.
             quantize: "e4m3": BF16, FP16 or FP32 rows (H a multiple of 16) are sent as float8_e4m3fn with a float32
                 scale for each 128 elements. The returned ``scales`` are ``[N, ceil(H / 128)]``, and a row is about
                 tokens * scales. reference.reference_quantize computes the same. A block with an infinity is NaN when

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from ep_plugin import _C
 from ep_plugin.config import MoECommunicatorConfig
 from ep_plugin.runtime.streams import Streams
 
@@ -39,12 +40,13 @@ class DispatchOutput(NamedTuple):
         EXPERT_MAJOR: the first row of each expert's block.
     overflow: int32 ``[]``: 1 when rows were dropped because ``capacity`` was too small; None without ``capacity``, and
         in EXPERT_MAJOR, which drops none.
-    required: int32 ``[]``: the number of rows that all tokens need; None if `overflow` is None.
+    required: int32 ``[]``: the number of rows that all tokens need, without those of `left_out`; None if `overflow` is
+        None.
     left_out: int32 ``[]``, the same on all ranks: how many rows all ranks together have not sent to another node,
         because ``max_rows_per_node`` was too small. The experts there did not get these tokens, and combine adds
         nothing for them. None if `overflow` is None, and on one node, where no row is left out.
-    required_per_node: int32 ``[]``, the same on all ranks: the ``max_rows_per_node`` that leaves no row out; None if
-        `left_out` is None.
+    required_per_node: int32 ``[]``, the same on all ranks: the ``max_rows_per_node`` that leaves no row out. 0 if no
+        row crosses, and with a ``previous_handle`` that was made without ``capacity``. None if `left_out` is None.
     """
 
     tokens: torch.Tensor
@@ -61,7 +63,7 @@ class DispatchOutput(NamedTuple):
     required_per_node: torch.Tensor | None = None
 
 
-NUM_LIMITS = 4
+NUM_LIMITS = 2 + _C.crossing_words
 """The words that say what a dispatch with a capacity has dropped and left out."""
 
 with torch.inference_mode(False):  # callers may save it for a backward

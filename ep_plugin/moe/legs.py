@@ -9,6 +9,7 @@ after the other's. So the number of segments depends on C alone, however many no
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 from ep_plugin.config import MoECommunicatorConfig
@@ -16,7 +17,9 @@ from ep_plugin.config import MoECommunicatorConfig
 CHUNK_BYTES = 16 << 20  # a chunk costs as much time as some MiB on the rail
 MOST_CHUNKS = 4
 _USUAL_TOKENS = 4096  # of a rank, where the configuration gives no bound
-_SLACK = 2  # how many times the mean of evenly drawn experts a node may need
+# A chunk has room for so many tokens for a node: the larger of 2 m and m + 8 sqrt(m) + 8, m the mean of evenly drawn
+# experts.
+_TIMES_MEAN, _DEVIATIONS, _MORE_ROWS = 2, 8, 8
 
 
 class Leg(NamedTuple):
@@ -54,12 +57,13 @@ def padded_rows(num_nodes: int, config: MoECommunicatorConfig) -> int:
     No rank has a longer chunk than a rank with ``max_tokens_per_rank`` tokens, although its i-th chunk may be longer
     than the i-th chunk of that rank.
     """
-    most = config.max_tokens_per_rank
+    most, chunks = config.max_tokens_per_rank, num_chunks(num_nodes, config)
     assert most is not None
-    rows = config.max_rows_per_node
-    if rows is None:
-        rows = -(-_SLACK * config.topk * most // num_nodes)
-    return -(-min(rows, most) // num_chunks(num_nodes, config))
+    if config.max_rows_per_node is not None:
+        return -(-min(config.max_rows_per_node, most) // chunks)
+    tokens = -(-most // chunks)
+    mean = config.topk * tokens / num_nodes
+    return min(tokens, math.ceil(max(_TIMES_MEAN * mean, mean + _DEVIATIONS * math.sqrt(mean) + _MORE_ROWS)))
 
 
 def num_segments(num_nodes: int, config: MoECommunicatorConfig) -> int:

@@ -82,7 +82,7 @@ class GroupBoards(Boards):
         _poller.add(self)
 
     def quiet(self) -> bool:
-        # In the path of every operation: without a loop, which would grow with the nodes, and without a call.
+        # In the path of every operation: a loop would grow with the nodes.
         with self._guard:
             return self._closed or (_C.board_quiet(self.address) and not bytes(self._words).strip(b"\0"))
 

@@ -143,7 +143,7 @@ class Attempt:
                     return
                 if again is not None and again["step"] == self._step:
                     _reported.add(failure["token"])
-                    self.number = max(self.number, again["number"])
+                    self.number = self._own_number = max(self.number, again["number"])
                     continue
             _reported.add(failure["token"])
             raise self._error_of(failure)

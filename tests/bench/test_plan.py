@@ -185,6 +185,7 @@ def ask(nodes: int = 2, ranks: int = 2, topk: int = 3, experts: int = 16, **othe
         ({"node_limit": 3}, "node_limit: expected 1 to the 2 nodes, got 3"),
         ({"node_limit": 0}, "node_limit: expected 1 to the 2 nodes, got 0"),
         ({"topk": 17}, "topk: expected at most the 16 experts of 2 nodes, got 17"),
+        ({"topk": 129, "experts": 512}, "topk: expected at most 128, got 129"),
         ({"topk": 9, "node_limit": 1}, "topk: expected at most the 8 experts of 1 nodes, got 9"),
         ({"nodes": 0}, "nodes: expected at least 1, got 0"),
         ({"nodes": 1, "plot": "bytes.png"}, "nodes: expected at least 2 for --plot, got 1"),

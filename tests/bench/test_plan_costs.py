@@ -1,4 +1,4 @@
-"""The costs that ep-bench plan predicts, against operations over 2 to 16 nodes, and the course of their parts."""
+"""The costs that ep-bench plan predicts, against operations over 2 to 16 nodes, and their timeline."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from ep_plugin import MoECommunicator, MoECommunicatorConfig
 from ep_plugin.bench import cli
 from ep_plugin.bench.plan import CACHED, COMBINE, DISPATCH, TWO_LEVEL, Plan, expected_rows
-from ep_plugin.bench.plan_costs import BOUNDED, CALLS, Counts, counts_of, course_of, memory_of
+from ep_plugin.bench.plan_costs import BOUNDED, CALLS, Counts, counts_of, memory_of, timeline_of
 from ep_plugin.moe.high_throughput.engine import COMBINE_POOL, DISPATCH_POOL
 from tests.moe.test_across_nodes import CountedKernels, on_nodes
 
@@ -86,25 +86,27 @@ def test_counts_and_memory_are_those_of_operations(nodes: int, per_node: int) ->
             assert pool == pytest.approx(largest, rel=0.15), call
 
 
-def test_a_course_is_between_its_longest_part_and_their_sum() -> None:
+def test_a_timeline_is_between_its_longest_part_and_their_sum() -> None:
     plan = Plan(nodes=8, ranks=8, tokens=4096, hidden=7168, topk=8, experts=256)
     for asked in (plan, replace(plan, node_limit=2), replace(plan, dtype="fp8"), replace(plan, rail_gbps=1000)):
         rows = expected_rows(asked)[TWO_LEVEL]
         for call in CALLS:
-            courses = [course_of(asked, call, rows, chunks) for chunks in range(1, 7)]
-            for course in courses:
-                assert max(course.rail, course.inside) <= course.all + 1e-9 < course.rail + course.inside + 1e-6
-                assert 0 <= course.hidden <= 1
+            timelines = [timeline_of(asked, call, rows, chunks) for chunks in range(1, 7)]
+            for timeline in timelines:
+                assert (
+                    max(timeline.rail, timeline.inside) <= timeline.all + 1e-9 < timeline.rail + timeline.inside + 1e-6
+                )
+                assert 0 <= timeline.overlap <= 1
             at_once = replace(asked, rail_start_us=0, segment_start_us=0)
-            ends = [course_of(at_once, call, rows, chunks).all for chunks in range(1, 7)]
-            if call != BOUNDED:
+            ends = [timeline_of(at_once, call, rows, chunks).all for chunks in range(1, 7)]
+            if call != BOUNDED:  # whose rooms are larger, the shorter its chunks are
                 assert all(later <= end + 1e-9 for end, later in pairwise(ends)), "chunks that cost nothing only help"
 
 
 def test_dear_starts_ask_for_fewer_chunks() -> None:
     plan = Plan(nodes=4, ranks=8, tokens=256, hidden=7168, topk=8, experts=256, rail_start_us=500)
     rows = expected_rows(plan)[TWO_LEVEL]
-    ends = [course_of(plan, DISPATCH, rows, chunks).all for chunks in range(1, 7)]
+    ends = [timeline_of(plan, DISPATCH, rows, chunks).all for chunks in range(1, 7)]
     assert ends == sorted(ends) and plan.chunks == 1
 
 
@@ -117,7 +119,7 @@ def test_a_thousand_ranks_are_planned(limit: int | None) -> None:
     assert said.exit_code == 0
     for call in CALLS:
         assert f"| {call} " in said.output
-    assert "(default)" in said.output and "hidden" in said.output
+    assert "(default)" in said.output and "overlap" in said.output
 
 
 def test_one_node_has_no_costs_of_several() -> None:

@@ -149,6 +149,22 @@ def test_a_handle_may_outlive_the_buffer_that_used_it_first() -> None:
     on_ranks(2, _after_a_buffer)
 
 
+def _all_tokens_of_a_rank(rank: int, size: int) -> None:
+    """Each pair counts as a token then: all of them have room on the way to the other node."""
+    T, K = 128, 8
+    x, ids = torch.ones((T, 64)), torch.arange(2 * K).roll(-8 * (1 - rank))[:K].repeat(T, 1)  # of the other node
+    buffer = deep_ep.ElasticBuffer(
+        cast(Any, dist.group.WORLD), num_max_tokens_per_rank=T, allow_multiple_reduction=False, explicitly_destroy=True
+    )
+    rows, _, _, handle, _ = buffer.dispatch(x, ids, num_experts=2 * K, do_expand=True, do_cpu_sync=False)
+    assert torch.equal(buffer.combine(rows, handle)[0], K * x)
+    buffer.destroy()
+
+
+def test_without_multiple_reductions_all_pairs_of_a_full_rank_cross() -> None:
+    on_nodes(2, 1, _all_tokens_of_a_rank)
+
+
 def _dispatches_without_copies(rank: int, size: int) -> None:
     """Later dispatches make no tensor on the device from numbers of the host, which would wait for the copy."""
     buffer = deep_ep.ElasticBuffer(cast(Any, dist.group.WORLD), num_max_tokens_per_rank=4)

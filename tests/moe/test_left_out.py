@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -13,7 +14,7 @@ import torch
 from ep_plugin import MoECommunicatorConfig
 from ep_plugin.errors import DisagreementError
 from ep_plugin.moe.high_throughput.engine import DISPATCH_POOL
-from ep_plugin.moe.legs import chunk_bounds, padded_rows
+from ep_plugin.moe.legs import chunk_bounds, num_chunks, padded_rows
 from tests.moe.moe_cases import LAYOUTS, Case, communicator, make_inputs, named, poisoned, ragged, same_bits
 from tests.moe.test_across_nodes import on_nodes
 from tests.moe.test_capacity import check_capacity
@@ -110,10 +111,10 @@ def _config(**given: int | None) -> MoECommunicatorConfig:
 
 
 def test_the_room_grows_with_the_experts_of_a_token_and_not_with_the_nodes() -> None:
-    """With the usual limit, all legs of a chunk together have room for at most 2 K rows of each token."""
+    """With the usual limit, all legs of a chunk together have room for a little more than 2 K rows of each token."""
     config = functools.partial(_config, rail_chunks=4)
-    assert [4 * padded_rows(nodes, config()) for nodes in (2, 8, 16, 32, 64)] == [4096, 4096, 4096, 2048, 1024]
-    assert max((nodes - 1) * padded_rows(nodes, config()) for nodes in range(2, 129)) <= 2 * 8 * 4096 // 4
+    assert [padded_rows(nodes, config()) for nodes in (2, 8, 16, 32, 64, 128)] == [1024, 1024, 1024, 512, 256, 136]
+    assert max((nodes - 1) * padded_rows(nodes, config()) for nodes in range(2, 129)) <= 2.2 * 8 * 1024
     assert padded_rows(64, config(max_rows_per_node=101)) == 26
     assert padded_rows(64, config(max_rows_per_node=2**40)) == 1024
     assert padded_rows(2, config(max_rows_per_node=1)) == 1
@@ -122,23 +123,40 @@ def test_the_room_grows_with_the_experts_of_a_token_and_not_with_the_nodes() -> 
             _config(max_rows_per_node=wrong)
     with pytest.raises(ValueError, match='max_rows_per_node: expected None in mode="ll", got 3'):
         _config(mode="ll", max_rows_per_node=3)
+    with pytest.raises(ValueError, match="max_rows_per_node: expected None without max_tokens_per_rank, got 3"):
+        _config(max_tokens_per_rank=None, max_rows_per_node=3)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "topk", "tokens"), [(64, 8, 32), (64, 8, 128), (32, 4, 64), (128, 8, 4096), (4, 1, 16), (128, 1, 512)]
+)
+def test_the_usual_room_is_enough_for_evenly_drawn_experts(nodes: int, topk: int, tokens: int) -> None:
+    """Also in all legs of a job of 8 ranks per node, a million times."""
+    config = _config(topk=topk, max_tokens_per_rank=tokens)
+    chunks = num_chunks(nodes, config)
+    length, room = -(-tokens // chunks), padded_rows(nodes, config)
+    needed = 1 - (1 - 1 / nodes) ** topk
+    chance = sum(
+        math.comb(length, rows) * needed**rows * (1 - needed) ** (length - rows) for rows in range(room + 1, length + 1)
+    )
+    assert chance * nodes * nodes * 8 * chunks < 1e-6
 
 
 def _memory(rank: int, size: int) -> list[int]:
     """The bytes of the pool of dispatch with the usual limit, with none, and of what one dispatch receives."""
-    case = Case(tokens=(64,) * size, num_experts=size, topk=1)
+    case = Case(tokens=(256,) * size, num_experts=size, topk=1)
     held = []
-    for limit in (None, 64):
-        with communicator(case, max_tokens_per_rank=64, max_rows_per_node=limit, rail_chunks=1) as comm:
+    for limit in (None, 256):
+        with communicator(case, max_tokens_per_rank=256, max_rows_per_node=limit, rail_chunks=1) as comm:
             inputs = make_inputs(case)
-            comm.dispatch(inputs.x[rank], inputs.ids[rank], capacity=64 * size)
+            comm.dispatch(inputs.x[rank], inputs.ids[rank], capacity=256 * size)
             held.append(comm.engine.pool_bytes(DISPATCH_POOL))
     return held
 
 
 def test_the_usual_limit_bounds_the_pool() -> None:
     for usual, whole in on_nodes(8, 1, _memory):
-        assert usual <= whole / 3  # 16 rows for each of 7 nodes, in place of 64
+        assert usual <= whole / 2.5  # 86 rows for each of 7 nodes, in place of 256
 
 
 def _one_node(rank: int, size: int) -> None:

@@ -462,6 +462,34 @@ def test_a_leader_hears_of_a_failure_whose_rank_has_begun_again_before_the_leade
     assert again.nonce == next_of_leader.nonce != ""
 
 
+def test_ranks_that_retry_after_one_another_meet() -> None:
+    """Rank 1 has given up and comes again. Then rank 2 gives up what it has waited for, and comes again, too."""
+    posts: dict[str, Any] = {}
+
+    def read(keys: dict[int, str]) -> dict[int, Any]:
+        return {rank: posts[key] for rank, key in keys.items() if key in posts}
+
+    def error_of(failure: dict[str, Any]) -> Exception:
+        return PeerAborted(failure["abort"], failure["rank"], failure["abort"])
+
+    def begun(rank: int, number: int) -> Attempt:
+        attempt = Attempt("all", rank, 3, number)
+        attempt.begin("start", 8.0, read, posts.update, error_of)
+        return attempt
+
+    for rank in (1, 2):
+        failed = Attempt("all", rank, 3, 1)
+        posts.update(failed.failure({"rank": rank, "abort": "it is late", "turn": 0}, waited=True))
+        if rank == 1:
+            leader, first = begun(0, 1), begun(1, 2)
+            assert not leader.advance() and leader.number == 2
+    every = [leader, first, begun(2, 2)]
+    for _ in range(4):
+        ends = [attempt.advance() for attempt in every if not attempt.nonce]
+    assert ends == [] or all(ends)
+    assert {attempt.nonce for attempt in every} == {leader.token}
+
+
 def _one_has_no_support(rank: int, size: int) -> None:
     exchange = Exchange(timeout_s=8.0)
     if rank == 1:

@@ -163,8 +163,9 @@ EP_HD constexpr int64_t count_row_bytes(int R, int E, int O) {
 
 // The message of a dispatch to the rank with the same number on another node, int64: the Header; what the sender has
 // left out of its rows for all nodes; for each of the C chunks the tokens for the node; then for each chunk the tokens
-// for each of the node's R ranks and the pairs for each of its E experts. Tokens that were left out for the node are in
-// the third alone. Rows are left out where a dispatch with a capacity has less room for a node than its tokens need.
+// for each of the node's R ranks and the pairs for each of its E experts. Tokens that were left out for the node are
+// only in the tokens of each chunk. Rows are left out where a dispatch with a capacity has less room for a node than
+// its tokens need.
 struct MessageLayout {
   int num_chunks, keys;
   EP_HD constexpr MessageLayout(int C, int R, int E) : num_chunks(C), keys(R + E) {}

@@ -150,7 +150,10 @@ class HighThroughputEngine(GroupEngine):
         return sms.fitted(self._sms[0], self._usable_sms, wanted, in_two)
 
     def combine_sms(self, num_tokens: int, row_bytes: int, topk: int, in_two: bool = False) -> sms.KernelSms:
-        """Returns the SMs of a combine to T = num_tokens. row_bytes: bytes of a partial row. in_two: as above."""
+        """Returns the SMs of a combine to T = num_tokens.
+
+        row_bytes: bytes of a partial row. in_two: the sending kernel never receives, as between nodes.
+        """
         small, terms_of = num_tokens <= sms.SMALL_BATCH_TOKENS, topk if self.flat else 1  # TOKEN_MAJOR rows are sums
         wanted = sms.for_combine(self.node_size, small, row_bytes, terms_of)
         return sms.fitted(self._sms[1], self._usable_sms, wanted, in_two)

@@ -37,6 +37,16 @@ __device__ __forceinline__ int lane_of_last_warp() {
   return static_cast<int>(threadIdx.x + kWarp) - static_cast<int>(blockDim.x);
 }
 
+// All lanes of a warp: the sum, or the largest, of their values.
+__device__ __forceinline__ int64_t sum_of_warp(int64_t value) {
+  for (int step = kWarp / 2; step > 0; step /= 2) value += __shfl_xor_sync(kAllLanes, value, step);
+  return value;
+}
+__device__ __forceinline__ int64_t max_of_warp(int64_t value) {
+  for (int step = kWarp / 2; step > 0; step /= 2) value = max(value, __shfl_xor_sync(kAllLanes, value, step));
+  return value;
+}
+
 // One warp: the sum of the values of this lane and all lanes below it.
 template <class T>
 __device__ __forceinline__ T sum_through(T value) {

@@ -4,12 +4,14 @@
 // Roles. Each chunk of tokens has a group of CTAs. The counts are numbered: ranks, then nodes, then experts. The number
 // of CTAs of a group is a power of two, and a CTA owns the counts whose number is its index modulo that. It also writes
 // in_rank for the ranks and rail_rows for the nodes that it owns. The first CTA of a group copies the ids. Every CTA
-// reads all ids of its chunk and needs no other CTA, so nothing has to be zeroed before the kernel. The threads of a
-// CTA share the pairs of a tile of tokens. In shared memory each token has a word, with one bit for each count that the
-// CTA owns. The pair that sets a bit counts the token. The token's other pairs find the bit set. Cost. Each CTA reads T
+// reads all ids of its chunk and needs no other CTA. The threads of a CTA share the pairs of a tile of tokens. In
+// shared memory each token has a word, with one bit for each count that the CTA owns. The pair that sets a bit counts
+// the token. The token's other pairs find the bit set. If rows may be left out, a second kernel counts again those
+// chunks that have more tokens for a node than there is room for: a CTA for each chunk and node. Cost. Each CTA reads T
 // * K ids, so the time grows with T * K as on one SM. It hardly depends on E: up to 1024 counts there are 32 CTAs at
-// most, and beyond one for each 32 counts. Memory order. Each word of the outputs has one writer. The kernel touches
-// this rank's memory only, and waits for nothing.
+// most, and beyond one for each 32 counts. The second kernel compares the ids of a token, K^2 / 2 at most. Memory
+// order. A kernel's CTAs write different words. The second kernel follows the first one in the stream, and adds with
+// atomics in a CTA. The kernels touch this rank's memory only, and wait for nothing.
 #include "common/nodes.h"
 #include "cuda/core/launch.cuh"
 #include "cuda/core/sync.cuh"
@@ -172,14 +174,10 @@ __global__ void __launch_bounds__(kThreads, 1) ep_leave_out(const __grid_constan
     int64_t crossing[kCrossingWords] = {};
     for (int i = lane_id(); i < N * C; i += kWarp)
       if (i % N != args.nodes.node) add_left_out(args, places.tokens(i / N, i % N), crossing);
-    for (int step = kWarp / 2; step > 0; step /= 2) {
-      crossing[kLeftOut] += __shfl_xor_sync(kAllLanes, crossing[kLeftOut], step);
-      crossing[kMostRows] = max(crossing[kMostRows], __shfl_xor_sync(kAllLanes, crossing[kMostRows], step));
-    }
+    const int64_t left_out = sum_of_warp(crossing[kLeftOut]), most = max_of_warp(crossing[kMostRows]);
     if (lane_id() == 0) {
-      write_crossing(places, places.message(node), crossing[kLeftOut], crossing[kMostRows]);
-      if (node == args.nodes.node)
-        write_crossing(places, places.received_from_here(), crossing[kLeftOut], crossing[kMostRows]);
+      write_crossing(places, places.message(node), left_out, most);
+      if (node == args.nodes.node) write_crossing(places, places.received_from_here(), left_out, most);
     }
   }
   if (node == args.nodes.node || places.tokens(chunk, node) <= args.padded) return;

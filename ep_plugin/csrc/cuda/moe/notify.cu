@@ -177,11 +177,6 @@ __device__ bool receive_counts(const Run& run, const NotifyArgs& args, int sourc
   return true;
 }
 
-__device__ int64_t max_of_warp(int64_t value) {
-  for (int step = kWarp / 2; step > 0; step /= 2) value = max(value, __shfl_xor_sync(kAllLanes, value, step));
-  return value;
-}
-
 // One lane per source: computes where the origins of a source's `rows` slots end. They must add up.
 __device__ bool lay_out_origins(const NotifyArgs& args, const Meta& meta, int source, int64_t rows) {
   const int O = args.comm.num_origins;
@@ -206,11 +201,6 @@ __device__ bool check_origins(const NotifyArgs& args, const Meta& meta, int sour
       rows[origin * per_rank] = origin == 0 ? pairs : 0;
   }
   return sum == pairs || fail(args.comm, kBadData, kNotify, source, 1 + local, pairs, sum);
-}
-
-__device__ int64_t sum_of_warp(int64_t value) {
-  for (int step = kWarp / 2; step > 0; step /= 2) value += __shfl_xor_sync(kAllLanes, value, step);
-  return value;
 }
 
 // One warp: adds up what the ranks of all nodes have left out, as the sources say.
