@@ -63,8 +63,9 @@ class MoECommunicatorConfig:
     ids_as_given: only in TOKEN_MAJOR. True: the output's topk_ids have the dtype of the given ones. False: int32.
     rail_chunks: the number of chunks, 1 to 6, into which a rank cuts its tokens if the group spans nodes. The rows of
         one chunk are forwarded inside the other node while the rows of the next chunk cross. More chunks mean more and
-        shorter messages, and more kernels. None: 1 to 4, one for each 16 MiB that crosses for max_tokens_per_rank
-        tokens (4096 if that is None) of hidden_size elements of 2 bytes with evenly drawn experts. Unused on one node.
+        shorter messages, and more kernels. None: 1 to 4, one for each 16 MiB (on CPUs 4 MiB) that crosses for
+        max_tokens_per_rank tokens (4096 if that is None) of hidden_size elements of 2 bytes with evenly drawn experts.
+        Unused on one node.
     max_rows_per_node: the most tokens of a rank for one other node that a dispatch with ``capacity=`` has room for, an
         equal share of them in each chunk. Its last tokens are left out for a node that has more, and
         ``DispatchOutput.left_out`` says so on all ranks. It bounds the buffers between nodes, and the pools. It needs

@@ -98,7 +98,7 @@ class Plan:
 
     @property
     def chunks(self) -> int:
-        return 0 if self.nodes == 1 else default_chunks(self.nodes, self.tokens, self.hidden, self.topk)
+        return 0 if self.nodes == 1 else default_chunks(self.nodes, self.tokens, self.hidden, self.topk, "cuda")
 
     def row_bytes(self, operation: str) -> int:
         return self.hidden * _ELEMENT_BYTES[self.dtype][operation == COMBINE]

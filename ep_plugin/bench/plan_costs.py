@@ -83,7 +83,7 @@ def padded(plan: Plan, chunks: int) -> int:
         max_tokens_per_rank=plan.tokens,
         rail_chunks=chunks,
     )
-    return padded_rows(plan.nodes, config)
+    return padded_rows(plan.nodes, config, "cuda")
 
 
 def memory_of(plan: Plan, call: str) -> Memory:

@@ -372,15 +372,16 @@ def test_nodes_of_different_sizes_are_refused() -> None:
 
 
 def test_more_rows_are_cut_into_more_chunks() -> None:
-    tokens = CHUNK_BYTES // (2 * 1024)
+    tokens = CHUNK_BYTES["cuda"] // (2 * 1024)
     given = [1, tokens, 2 * tokens, 3 * tokens, 100 * tokens]
-    assert [default_chunks(2, each, 1024, 8) for each in given] == [1, 1, 2, 3, MOST_CHUNKS]
-    assert default_chunks(2, None, 7168, 8) == 3 and default_chunks(2, None, 64, 8) == 1
+    assert [default_chunks(2, each, 1024, 8, "cuda") for each in given] == [1, 1, 2, 3, MOST_CHUNKS]
+    assert default_chunks(2, None, 7168, 8, "cuda") == 3 and default_chunks(2, None, 64, 8, "cuda") == 1
+    assert [default_chunks(2, each // 4, 1024, 8, "cpu") for each in given] == [1, 1, 2, 3, MOST_CHUNKS]
     # Over more nodes a token crosses more often, up to once for each of its experts.
-    assert [default_chunks(nodes, tokens, 1024, 2) for nodes in (2, 4, 8, 64, 1024)] == [1, 1, 2, 2, 2]
+    assert [default_chunks(nodes, tokens, 1024, 2, "cuda") for nodes in (2, 4, 8, 64, 1024)] == [1, 1, 2, 2, 2]
     config = MoECommunicatorConfig(num_experts=8, hidden_size=1024, topk=1, max_tokens_per_rank=2 * tokens)
-    assert [num_chunks(nodes, config) for nodes in (1, 2, 64)] == [0, 1, 2]
-    assert num_chunks(2, dataclasses.replace(config, rail_chunks=5)) == 5
+    assert [num_chunks(nodes, config, "cuda") for nodes in (1, 2, 64)] == [0, 1, 2]
+    assert num_chunks(2, dataclasses.replace(config, rail_chunks=5), "cuda") == 5
 
 
 def test_legs_meet_and_cover_all_tokens() -> None:

@@ -113,11 +113,18 @@ def _config(**given: int | None) -> MoECommunicatorConfig:
 def test_the_room_grows_with_the_experts_of_a_token_and_not_with_the_nodes() -> None:
     """With the usual limit, all legs of a chunk together have room for a little more than 2 K rows of each token."""
     config = functools.partial(_config, rail_chunks=4)
-    assert [padded_rows(nodes, config()) for nodes in (2, 8, 16, 32, 64, 128)] == [1024, 1024, 1024, 512, 256, 136]
-    assert max((nodes - 1) * padded_rows(nodes, config()) for nodes in range(2, 129)) <= 2.2 * 8 * 1024
-    assert padded_rows(64, config(max_rows_per_node=101)) == 26
-    assert padded_rows(64, config(max_rows_per_node=2**40)) == 1024
-    assert padded_rows(2, config(max_rows_per_node=1)) == 1
+    assert [padded_rows(nodes, config(), "cuda") for nodes in (2, 8, 16, 32, 64, 128)] == [
+        1024,
+        1024,
+        1024,
+        512,
+        256,
+        136,
+    ]
+    assert max((nodes - 1) * padded_rows(nodes, config(), "cuda") for nodes in range(2, 129)) <= 2.2 * 8 * 1024
+    assert padded_rows(64, config(max_rows_per_node=101), "cuda") == 26
+    assert padded_rows(64, config(max_rows_per_node=2**40), "cuda") == 1024
+    assert padded_rows(2, config(max_rows_per_node=1), "cuda") == 1
     for wrong in (0, -1, True, 1.5):
         with pytest.raises(ValueError, match="max_rows_per_node: expected an integer of at least 1"):
             _config(max_rows_per_node=wrong)
@@ -133,8 +140,8 @@ def test_the_room_grows_with_the_experts_of_a_token_and_not_with_the_nodes() -> 
 def test_the_usual_room_is_enough_for_evenly_drawn_experts(nodes: int, topk: int, tokens: int) -> None:
     """Also in all legs of a job of 8 ranks per node, a million times."""
     config = _config(topk=topk, max_tokens_per_rank=tokens)
-    chunks = num_chunks(nodes, config)
-    length, room = -(-tokens // chunks), padded_rows(nodes, config)
+    chunks = num_chunks(nodes, config, "cuda")
+    length, room = -(-tokens // chunks), padded_rows(nodes, config, "cuda")
     needed = 1 - (1 - 1 / nodes) ** topk
     chance = sum(
         math.comb(length, rows) * needed**rows * (1 - needed) ** (length - rows) for rows in range(room + 1, length + 1)

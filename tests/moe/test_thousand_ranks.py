@@ -163,7 +163,7 @@ def test_tables_are_small_and_quick_to_make() -> None:
 
 
 def test_legs_meet_each_other_node_once_and_no_two_nodes_send_to_one(nodes: Nodes) -> None:
-    assert nodes.chunks == num_chunks(N, nodes.engine.config) == C
+    assert nodes.chunks == num_chunks(N, nodes.engine.config, "cpu") == C
     assert nodes.legs[0] == Leg(0, NODE + 1, NODE - 1)
     for chunk, of_chunk in enumerate(nodes.of_chunks):
         for step, leg in enumerate(nodes.legs[of_chunk], start=1):

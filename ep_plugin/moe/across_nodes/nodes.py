@@ -53,7 +53,7 @@ class Nodes:
         self.num_nodes, self.node = node_map.num_nodes, engine.node
         self.host_waits = device.type == "cpu"
         """Whether the host waits for every message."""
-        self.chunks = num_chunks(self.num_nodes, engine.config)
+        self.chunks = num_chunks(self.num_nodes, engine.config, device.type)
         self.legs = legs_of(self.node, self.num_nodes, self.chunks)
         per_chunk = self.num_nodes - 1
         self.of_chunks = [slice(chunk * per_chunk, (chunk + 1) * per_chunk) for chunk in range(self.chunks)]
@@ -65,7 +65,7 @@ class Nodes:
         """The received slots of each segment of such a dispatch."""
         self._padded_tokens = 0  # of its longest segment
         if most is not None:
-            self.padded_rows = [padded_rows(self.num_nodes, engine.config)] * len(self.legs)
+            self.padded_rows = [padded_rows(self.num_nodes, engine.config, device.type)] * len(self.legs)
             padded_tokens = self.tokens_of(most, self.padded_rows)
             self.padded_slots = [engine.node_size * tokens for tokens in padded_tokens]
             self._padded_tokens = max(padded_tokens)
@@ -74,7 +74,7 @@ class Nodes:
                 f"max_tokens_per_rank: expected at most {_C.max_tokens} tokens of all other nodes in a chunk, got "
                 f"{self._padded_tokens} for {most} tokens, {self.num_nodes} nodes and {self.chunks} chunks"
             )
-        self.num_segments = num_segments(self.num_nodes, engine.config)
+        self.num_segments = num_segments(self.num_nodes, engine.config, device.type)
         self.num_totals = engine.num_totals + 2 * len(self.legs) + self.num_segments
         self.layout = engine.meta_layout
         G, origins = engine.node_size, num_origins(self.num_nodes)

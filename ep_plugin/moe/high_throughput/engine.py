@@ -86,7 +86,7 @@ class HighThroughputEngine(GroupEngine):
         self.meta_layout = _C.meta_layout(self.node_size, self.node_experts, origins)
         self.meta_words = self.meta_layout.words
         self.load = HighThroughputLoad(self, self.meta_layout, self.local_experts)
-        num_totals = self.num_totals * num_segments(self.node_map.num_nodes, self.config)
+        num_totals = self.num_totals * num_segments(self.node_map.num_nodes, self.config, device.type)
         self._make_boards(self._allocate_boards(num_totals), num_totals)
         self.memory = self._own(open_memory(self.within, device))
         self._control = self.memory.allocate(_C.control_bytes(self.node_size, self.node_experts, origins), "control")
