@@ -69,9 +69,9 @@ class MoECommunicatorConfig:
     max_rows_per_node: the most tokens of a rank for one other node that a dispatch with ``capacity=`` has room for, an
         equal share of them in each chunk. Its last tokens are left out for a node that has more, and
         ``DispatchOutput.left_out`` says so on all ranks. It bounds the buffers between nodes, and the pools. It needs
-        max_tokens_per_rank, which as a value leaves no token out. None: in a chunk of t tokens the larger of 2 m and m
-        + 8 sqrt(m) + 8, at most t. m = topk * t / nodes, which evenly drawn experts need on average. Unused on one
-        node.
+        max_tokens_per_rank; the same number leaves no token out. None: in a chunk of t tokens there is room for the
+        larger of 2 m and m + 8 sqrt(m) + 8, at most for t, where m = topk * t / nodes. Evenly drawn experts need m or
+        less on average. Unused on one node.
     timeout_s: seconds that a rank waits for its peers, at most 1e9. None: the process group's own timeout.
     dispatch_send_sms, dispatch_recv_sms, combine_send_sms, combine_recv_sms: SMs of each kernel. Not in mode="ll".
         None: as many SMs as fill the links with rows of the operation's shape, more for small batches, and no more than
