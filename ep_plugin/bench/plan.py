@@ -216,11 +216,11 @@ def bytes_of(plan: Plan, way: str, path: str, operation: str, rows: float, weigh
     counts = 8 * local * peers
     if way == TWO_LEVEL and path == RAIL:
         of_node = plan.ranks * (1 + local)  # of its ranks and experts
-        message = len(_C.header_fields) + _C.crossing_words + plan.chunks * (1 + of_node)
+        message = len(_C.header_fields) + _C.rail_overflow_words + plan.chunks * (1 + of_node)
         counts = 8 * message * (plan.nodes - 1)
     elif way == TWO_LEVEL:  # csrc/common/layout.h: slots, whose parts are aligned, and count rows
         words = 2 * len(_C.header_fields) + plan.ranks + local
-        of_origins = _C.crossing_words + (plan.nodes - 1) * (1 + local)
+        of_origins = _C.rail_overflow_words + (plan.nodes - 1) * (1 + local)
         counts = 8 * (words + plan.chunks * (words + of_origins)) * peers  # the node's own tokens, then each chunk
         ids = 0 if operation == COMBINE else 2 * _aligned(4 * K)
         weight, scale = _aligned(weight), _aligned(scale)

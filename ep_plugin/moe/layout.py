@@ -63,7 +63,7 @@ class DispatchOutput(NamedTuple):
     required_per_node: torch.Tensor | None = None
 
 
-NUM_LIMITS = 2 + _C.crossing_words
+NUM_LIMITS = 2 + _C.rail_overflow_words
 """The words that say what a dispatch with a capacity has dropped and left out."""
 
 with torch.inference_mode(False):  # callers may save it for a backward

@@ -159,8 +159,8 @@ def messages(rank: int, size: int) -> None:
             with named((name, chunks, padded)):
                 valid = ids.where((ids >= 0) & (ids < E), -1).int()
                 same_bits("own_ids", _written(copy, torch.int32, *ids.shape), valid)
-                sizes = [len(of_header), _C.crossing_words, chunks, chunks * (G + E // N)]
-                headers, crossing, counts, parts = found.split(sizes, 1)
+                sizes = [len(of_header), _C.rail_overflow_words, chunks, chunks * (G + E // N)]
+                headers, rail_overflow, counts, parts = found.split(sizes, 1)
                 assert headers.tolist() == [of_header] * N
                 for chunk, (first, last) in enumerate(itertools.pairwise(chunk_bounds(case.tokens, chunks))):
                     _, per_node, _, in_rank = expected_layout(ids[first:last], E, node_map)
@@ -179,7 +179,7 @@ def messages(rank: int, size: int) -> None:
                             left_out += int((is_there & ~goes).sum())
                             longest = max(longest, int(is_there.sum()))
                 told = [left_out, chunks * longest] if padded else [0, 0]
-                assert crossing.tolist() == [told] * N
+                assert rail_overflow.tolist() == [told] * N
                 assert received[own, sizes[0] : sizes[0] + sizes[1]].tolist() == told
 
 

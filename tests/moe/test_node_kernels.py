@@ -339,7 +339,7 @@ def _places(comm: MoECommunicator, N: int, G: int, local: int, C: int, T: int, p
             place = torch.where(of_leg, of_leg.cumsum(0) - 1, -1)
             numbers[first:last, to] = place
             expected[first:last, to] = torch.where(of_leg, place + row, -1)
-            messages[to, len(_C.header_fields) + _C.crossing_words + chunk] = of_leg.sum()
+            messages[to, len(_C.header_fields) + _C.rail_overflow_words + chunk] = of_leg.sum()
             row += most if padded else int(of_leg.sum())
 
     at = _C.meta_layout(G, G * local, origins)
@@ -347,7 +347,7 @@ def _places(comm: MoECommunicator, N: int, G: int, local: int, C: int, T: int, p
     slots = torch.randint(0, 30, (C + 1, G, origins), generator=generator, dtype=torch.int32)
     pairs[0, :, 1:] = slots[0, :, 1:] = 0  # segment 0 has one origin
     metas = torch.full((C + 1, at.words), -7, dtype=torch.int32)
-    metas[1, at.crossing :] = torch.tensor([3, 17], dtype=torch.int32)
+    metas[1, at.rail_overflow :] = torch.tensor([3, 17], dtype=torch.int32)
     for meta, rows, ends in zip(metas, pairs, slots.cumsum(2, dtype=torch.int32), strict=True):
         meta[at.origin_rows : at.send_chunk_end] = rows.flatten()
         meta[at.origin_end : at.origin_rows] = ends.flatten()
@@ -389,7 +389,7 @@ def _places(comm: MoECommunicator, N: int, G: int, local: int, C: int, T: int, p
         wanted[segment, at.token_base + index * origins + origin] = base
         tokens += int(slots[segment, index, origin])
     wanted[:, at.token_rows] = tokens
-    wanted[0, at.crossing :] = wanted[1, at.crossing :]
+    wanted[0, at.rail_overflow :] = wanted[1, at.rail_overflow :]
     wanted[:, at.expert_offset : at.expert_rows] = torch.tensor(starts, dtype=torch.int32)
     wanted[:, at.expert_rows : at.origin_end] = pairs.sum((0, 1, 2), dtype=torch.int32)
     found = given.cpu()

@@ -134,12 +134,12 @@ void bind_sizes(py::module_& m) {
         [](int ranks, int experts, int origins) { return control_layout(ranks, experts, origins).bytes; });
   EP_STRUCT(m, MetaLayout, rank_count, expert_count, send_base, combine_base, recv_offset, src_tokens, token_base,
             token_rows, flat_base, expert_offset, expert_rows, origin_end, origin_rows, send_chunk_end, recv_chunk_end,
-            max_rows, crossing, words);
+            max_rows, rail_overflow, words);
   m.def("meta_layout", &meta_layout);
   m.def("block_count_words", [](int num_tokens, int ranks, int experts) {
     return plan_blocks(num_tokens) * plan_block_words(ranks, experts);
   });
-  m.attr("crossing_words") = kCrossingWords;
+  m.attr("rail_overflow_words") = kRailOverflowWords;
   m.def("address", [](const py::object& tensor) {
     return tensor.is_none() ? Address{0} : tensor.attr("data_ptr")().cast<Address>();
   });

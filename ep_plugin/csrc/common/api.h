@@ -137,7 +137,7 @@ struct DispatchRecvArgs {
   Address row_expert_ids;  // FLAT: int32 [capacity]; 0 in TOKEN_MAJOR
   Address expert_count;    // int32 [E_l]: FLAT: rows in the output; TOKEN_MAJOR: rows received, dropped ones too
   Address expert_offset;   // int32 [E_l+1]; no entry is larger than capacity (FLAT)
-  Address overflow;        // int32 [4]: 1 if rows were dropped, the rows required, MetaLayout::crossing; or 0
+  Address overflow;        // int32 [4]: 1 if rows were dropped, the rows required, MetaLayout::rail_overflow; or 0
   int64_t capacity;        // rows of the output
   int32_t num_sms;         // CUDA
   int32_t fresh;           // 1: also writes the routing's recv_rows and recv_chunk_end; 0: a cached dispatch
@@ -286,7 +286,7 @@ struct LayoutArgs {
   Address counts;     // out: int32 [R + num_nodes + E]: tokens of each rank, of each node, of each expert; or 0
   Address in_rank;    // out: bool [T,R]: whether the token has an expert on the rank; or 0
   Address messages;   // out: int64 [2, N, message_words] by node: the first half, and of the other this node's
-                      // crossing. Or 0: then this and what follows is not used
+                      // rail_overflow. Or 0: then this and what follows is not used
   Address rail_rows;  // out: int32 [T,N]: the token's number among those of its chunk for the node; -1: none, left
                       // out, own node
   Address own_ids;    // out: int32 [T,K]: the ids; -1: dropped

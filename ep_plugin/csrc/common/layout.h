@@ -122,11 +122,11 @@ enum Step : int32_t {
 constexpr int kStateSteps = kCombineAdd;  // the steps that use State; others have words of their own
 
 // What a dispatch with a capacity leaves out of its rows for other nodes, in messages, in count rows and in meta.
-enum Crossing : int32_t {
+enum RailOverflow : int32_t {
   kLeftOut = 0,   // rows that were left out
   kMostRows = 1,  // the rows of a rank for a node that there must be room for, so that none is left out
 };
-constexpr int kCrossingWords = 2;
+constexpr int kRailOverflowWords = 2;
 
 // ---------------------------------------------------------------------------------------------------------------
 // The control block: one per rank, written by peers. It starts as zeros and is never reset.
@@ -153,7 +153,7 @@ static_assert(sizeof(Opening) == 128 && sizeof(Arrival) == 16, "peers write thes
 // words themselves.
 constexpr int kHeaderWords = 2 * kHeaderFields;
 EP_HD constexpr int count_row_words(int R, int E, int O) {
-  return kHeaderWords + R + E / R + (O > 0 ? kCrossingWords + O * (1 + E / R) : 0);
+  return kHeaderWords + R + E / R + (O > 0 ? kRailOverflowWords + O * (1 + E / R) : 0);
 }
 EP_HD constexpr uint64_t tagged(uint64_t epoch, uint32_t value) { return epoch << 32 | value; }
 EP_HD constexpr bool has_tag(uint64_t word, uint64_t epoch) { return ((word >> 32 ^ epoch) & UINT32_MAX) == 0; }
@@ -169,8 +169,8 @@ EP_HD constexpr int64_t count_row_bytes(int R, int E, int O) {
 struct MessageLayout {
   int num_chunks, keys;
   EP_HD constexpr MessageLayout(int C, int R, int E) : num_chunks(C), keys(R + E) {}
-  EP_HD constexpr int64_t crossing() const { return kHeaderFields; }
-  EP_HD constexpr int64_t tokens(int chunk) const { return kHeaderFields + kCrossingWords + chunk; }
+  EP_HD constexpr int64_t rail_overflow() const { return kHeaderFields; }
+  EP_HD constexpr int64_t tokens(int chunk) const { return kHeaderFields + kRailOverflowWords + chunk; }
   EP_HD constexpr int64_t parts(int chunk) const { return tokens(num_chunks) + int64_t{chunk} * keys; }
   EP_HD constexpr int64_t words() const { return parts(num_chunks); }
 };
@@ -277,7 +277,7 @@ struct MetaLayout {
   int64_t send_chunk_end;  // [R][C]  rows of this rank for rank d up to the end of chunk c
   int64_t recv_chunk_end;  // [R][C]  rows received from source s up to the end of its chunk c
   int64_t max_rows;        // [1]     the most rows that any rank sends to any
-  int64_t crossing;        // [2]     what all ranks of all nodes together have left out, enum Crossing
+  int64_t rail_overflow;   // [2]     what all ranks of all nodes together have left out, enum RailOverflow
   int64_t words;
 };
 EP_HD constexpr MetaLayout meta_layout(int R, int E, int O) {
@@ -299,8 +299,8 @@ EP_HD constexpr MetaLayout meta_layout(int R, int E, int O) {
   at.send_chunk_end = at.origin_rows + static_cast<int64_t>(E) * O;
   at.recv_chunk_end = at.send_chunk_end + static_cast<int64_t>(R) * kMaxChunks;
   at.max_rows = at.recv_chunk_end + static_cast<int64_t>(R) * kMaxChunks;
-  at.crossing = at.max_rows + 1;
-  at.words = at.crossing + kCrossingWords;
+  at.rail_overflow = at.max_rows + 1;
+  at.words = at.rail_overflow + kRailOverflowWords;
   return at;
 }
 

@@ -33,9 +33,9 @@ EP_HD OriginCounts counts_of(const Comm& comm, const Nodes& nodes, const Origins
 }
 
 // What the rank with this rank's number on `node` has left out, as its message says.
-EP_HD const int64_t* crossing_of(const Comm& comm, const Nodes& nodes, const Origins& origins, int node) {
+EP_HD const int64_t* rail_overflow_of(const Comm& comm, const Nodes& nodes, const Origins& origins, int node) {
   const MessageLayout lay = message_layout(comm, nodes);
-  return at<const int64_t>(origins.messages) + node * lay.words() + lay.crossing();
+  return at<const int64_t>(origins.messages) + node * lay.words() + lay.rail_overflow();
 }
 
 EP_HD int num_experts_of(const PlanArgs& args) {
@@ -80,7 +80,7 @@ class CountPlaces {
   EP_HD int64_t* received_from_here() const { return message(args_.num_nodes + args_.nodes.node); }
   EP_HD int64_t tokens(int chunk, int node) const { return message(node)[lay_.tokens(chunk)]; }
   EP_HD int64_t* parts(int chunk, int node) const { return message(node) + lay_.parts(chunk); }
-  EP_HD int64_t* crossing(int64_t* message) const { return message + lay_.crossing(); }
+  EP_HD int64_t* rail_overflow(int64_t* message) const { return message + lay_.rail_overflow(); }
   EP_HD void write(int chunk, int number, int32_t count) const {
     if (args_.messages == 0) {
       at<int32_t>(args_.counts)[number] = count;
@@ -103,10 +103,10 @@ class CountPlaces {
 };
 
 // Adds up what is left out of one chunk's tokens for one node.
-EP_HD void add_left_out(const LayoutArgs& args, int64_t tokens, int64_t* crossing) {
+EP_HD void add_left_out(const LayoutArgs& args, int64_t tokens, int64_t* rail_overflow) {
   const int64_t most = tokens * num_chunks_of(args);
-  if (args.padded > 0 && tokens > args.padded) crossing[kLeftOut] += tokens - args.padded;
-  if (args.padded > 0 && most > crossing[kMostRows]) crossing[kMostRows] = most;
+  if (args.padded > 0 && tokens > args.padded) rail_overflow[kLeftOut] += tokens - args.padded;
+  if (args.padded > 0 && most > rail_overflow[kMostRows]) rail_overflow[kMostRows] = most;
 }
 
 // --- Place ---------------------------------------------------------------------------------------------------------

@@ -68,16 +68,17 @@ EP_HD void store_id(const DispatchRecvArgs& args, int64_t pair, int32_t id) {
 struct Meta {
   int32_t *rank_prefix, *rank_count, *expert_count, *send_base, *combine_base, *recv_offset, *src_tokens, *token_base,
       *token_rows, *flat_base, *expert_offset, *expert_rows, *origin_end, *origin_rows, *send_chunk_end,
-      *recv_chunk_end, *max_rows, *crossing;
+      *recv_chunk_end, *max_rows, *rail_overflow;
 };
 EP_HD Meta meta_at(const Comm& comm, Address meta) {
   const MetaLayout lay = meta_layout(comm.num_ranks, comm.num_experts, comm.num_origins);
   int32_t* words = at<int32_t>(meta);
-  return Meta{words + lay.rank_prefix,  words + lay.rank_count,  words + lay.expert_count,   words + lay.send_base,
-              words + lay.combine_base, words + lay.recv_offset, words + lay.src_tokens,     words + lay.token_base,
-              words + lay.token_rows,   words + lay.flat_base,   words + lay.expert_offset,  words + lay.expert_rows,
-              words + lay.origin_end,   words + lay.origin_rows, words + lay.send_chunk_end, words + lay.recv_chunk_end,
-              words + lay.max_rows,     words + lay.crossing};
+  return Meta{words + lay.rank_prefix,    words + lay.rank_count,    words + lay.expert_count,
+              words + lay.send_base,      words + lay.combine_base,  words + lay.recv_offset,
+              words + lay.src_tokens,     words + lay.token_base,    words + lay.token_rows,
+              words + lay.flat_base,      words + lay.expert_offset, words + lay.expert_rows,
+              words + lay.origin_end,     words + lay.origin_rows,   words + lay.send_chunk_end,
+              words + lay.recv_chunk_end, words + lay.max_rows,      words + lay.rail_overflow};
 }
 EP_HD Meta meta_of(const Comm& comm, const Routing& routing) { return meta_at(comm, routing.meta); }
 

@@ -141,7 +141,7 @@ bool Dispatch::make_small_results() {
   // A Buffer returns none of the first three. The plan, or the counts, then hold the block.
   std::vector<Part> parts{{is_fresh() ? unless_for_buffer(counts_) : &counts_, local, 0, &recv_.expert_count},
                           {unless_for_buffer(offsets_), local + 1, 0, &recv_.expert_offset}};
-  if (is_bounded()) parts.push_back({unless_for_buffer(limits_), 2 + kCrossingWords, 0, &recv_.overflow});
+  if (is_bounded()) parts.push_back({unless_for_buffer(limits_), 2 + kRailOverflowWords, 0, &recv_.overflow});
   if (is_fresh()) {
     const int64_t blocks = plan_blocks(T) * plan_block_words(engine.size, engine.num_experts);
     parts.push_back({&handle_.plan, plan_words, 0, &plan});

@@ -109,7 +109,7 @@ class DispatchAcrossNodes(Operation):
             known = call.previous.totals
         if known is not None:
             self._reserve(known)  # before anything is enqueued, since it may refuse a capture
-        self._enter()
+        self._quantize()
         totals = self._route(headers) if call.previous is None else call.previous.totals
         if known is None:
             self._reserve(totals)
@@ -154,7 +154,7 @@ class DispatchAcrossNodes(Operation):
     # -- what start does -----------------------------------------------------------------------------------------
 
     def _make_payload(self) -> Payload:
-        """Returns the rows as they travel. `_enter` fills those that are quantised."""
+        """Returns the rows as they travel. `_quantize` fills those that are quantised."""
         call = self._call
         if call.quantize is None:
             return Payload(call.x, call.scales, call.weights)
@@ -162,7 +162,7 @@ class DispatchAcrossNodes(Operation):
         rows = call.x.new_empty((T, H), dtype=QUANTIZED[call.quantize])
         return Payload(rows, call.x.new_empty((T, num_scales(H)), dtype=torch.float32), call.weights)
 
-    def _enter(self) -> None:
+    def _quantize(self) -> None:
         """Quantises rows once, for all destinations, on the own stream."""
         engine, x, scales = self._engine, self._call.x, self._payload.scales
         if self._call.quantize is None:

@@ -23,7 +23,7 @@ from ep_plugin.transport.rails import Piece, UnderWay
 
 _HEADER = _C.header_fields
 _NUM_COMPARED = len(_HEADER) - 1  # all but num_tokens, the last one
-_FIRST_COUNT = len(_HEADER) + _C.crossing_words  # of a message
+_FIRST_COUNT = len(_HEADER) + _C.rail_overflow_words  # of a message
 
 
 Copied: TypeAlias = tuple[torch.Tensor, Callable[[], bool]]

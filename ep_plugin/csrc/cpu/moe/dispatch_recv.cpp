@@ -156,7 +156,7 @@ void finish_layout(const Output& out) {
   if (args.overflow == 0) return;
   at<int32_t>(args.overflow)[0] = out.required > capacity;
   at<int32_t>(args.overflow)[1] = static_cast<int32_t>(out.required);
-  std::copy_n(out.meta.crossing, kCrossingWords, at<int32_t>(args.overflow) + 2);
+  std::copy_n(out.meta.rail_overflow, kRailOverflowWords, at<int32_t>(args.overflow) + 2);
 }
 
 bool receive_all(const Run& run, const DispatchRecvArgs& args) {
@@ -196,7 +196,7 @@ void poison(const DispatchRecvArgs& args) {
   fill(args.row_expert_ids, capacity * 4, 0xFF);
   fill(args.expert_count, per_rank * 4, 0);
   fill(args.expert_offset, (per_rank + 1) * 4, 0);
-  fill(args.overflow, 4 * (2 + kCrossingWords), 0);
+  fill(args.overflow, 4 * (2 + kRailOverflowWords), 0);
 }
 
 }  // namespace

@@ -82,15 +82,15 @@ void layout(const LayoutArgs& args) {
   }
   if (args.messages == 0) return;
   const CountPlaces places(args);
-  int64_t crossing[kCrossingWords] = {};
+  int64_t rail_overflow[kRailOverflowWords] = {};
   for (int node = 0; node < args.num_nodes; ++node)
     for (int chunk = 0; node != args.nodes.node && chunk < chunks; ++chunk)
-      add_left_out(args, places.tokens(chunk, node), crossing);
+      add_left_out(args, places.tokens(chunk, node), rail_overflow);
   for (int node = 0; node < args.num_nodes; ++node) {
     std::memcpy(places.message(node), &args.header, sizeof(Header));
-    std::memcpy(places.crossing(places.message(node)), crossing, sizeof crossing);
+    std::memcpy(places.rail_overflow(places.message(node)), rail_overflow, sizeof rail_overflow);
   }
-  std::memcpy(places.crossing(places.received_from_here()), crossing, sizeof crossing);
+  std::memcpy(places.rail_overflow(places.received_from_here()), rail_overflow, sizeof rail_overflow);
 }
 
 }  // namespace ep::cpu

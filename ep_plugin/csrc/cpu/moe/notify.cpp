@@ -35,21 +35,21 @@ int64_t add_origins(const NotifyArgs& args, const Meta& meta) {
 }
 
 // Adds up what ranks have left out. The sum stays within int32.
-void add_crossing(int64_t left_out, int64_t most_rows, int64_t* crossing) {
-  crossing[kLeftOut] = std::min<int64_t>(crossing[kLeftOut] + left_out, INT32_MAX);
-  crossing[kMostRows] = std::min<int64_t>(std::max(crossing[kMostRows], most_rows), INT32_MAX);
+void add_rail_overflow(int64_t left_out, int64_t most_rows, int64_t* rail_overflow) {
+  rail_overflow[kLeftOut] = std::min<int64_t>(rail_overflow[kLeftOut] + left_out, INT32_MAX);
+  rail_overflow[kMostRows] = std::min<int64_t>(std::max(rail_overflow[kMostRows], most_rows), INT32_MAX);
 }
 
 // Writes what this rank and its peers on other nodes have left out, and the counts of each origin, to a count row.
 void send_origins(const Run& run, const NotifyArgs& args, int peer, uint64_t* words) {
   const Comm& comm = run.comm;
   const int R = comm.num_ranks, per_rank = local_experts(comm);
-  int64_t crossing[kCrossingWords] = {};
+  int64_t rail_overflow[kRailOverflowWords] = {};
   for (int node = 0; node < num_nodes_of(comm, args.nodes); ++node) {
-    const int64_t* left_out = crossing_of(comm, args.nodes, args.origins, node);
-    add_crossing(left_out[kLeftOut], left_out[kMostRows], crossing);
+    const int64_t* left_out = rail_overflow_of(comm, args.nodes, args.origins, node);
+    add_rail_overflow(left_out[kLeftOut], left_out[kMostRows], rail_overflow);
   }
-  for (const int64_t word : crossing) signal(words++, tagged(run.epoch, static_cast<uint32_t>(word)));
+  for (const int64_t word : rail_overflow) signal(words++, tagged(run.epoch, static_cast<uint32_t>(word)));
   for (int origin = 0; origin < comm.num_origins; ++origin) {
     const int64_t* counts = counts_of(comm, args.nodes, args.origins, origin).parts;
     signal(words++, tagged(run.epoch, static_cast<uint32_t>(counts[peer])));
@@ -60,16 +60,16 @@ void send_origins(const Run& run, const NotifyArgs& args, int peer, uint64_t* wo
 
 // Receives what send_origins() writes. The counts must add up to `rows` and `pairs`, the source's counts for this rank.
 bool receive_origins(const Run& run, int source, const uint64_t* words, int32_t rows, const int32_t* pairs,
-                     const Meta& meta, int64_t* crossing) {
+                     const Meta& meta, int64_t* rail_overflow) {
   const Comm& comm = run.comm;
   const int per_rank = local_experts(comm), O = comm.num_origins;
   int32_t* ends = meta.origin_end + static_cast<int64_t>(source) * O;
   int32_t* of_origins = meta.origin_rows + static_cast<int64_t>(source) * O * per_rank;
   std::vector<int64_t> sums(1 + per_rank);
-  uint32_t left_out[kCrossingWords];
+  uint32_t left_out[kRailOverflowWords];
   for (uint32_t& word : left_out)
     if (!wait_tagged(run, words++, source, &word)) return false;
-  add_crossing(left_out[kLeftOut], left_out[kMostRows], crossing);
+  add_rail_overflow(left_out[kLeftOut], left_out[kMostRows], rail_overflow);
   for (int origin = 0; origin < O; ++origin)
     for (int i = 0; i <= per_rank; ++i) {
       uint32_t count;
@@ -134,7 +134,7 @@ bool receive_counts(const Run& run, const NotifyArgs& args, Counts* counts) {
   const Comm& comm = run.comm;
   const Meta meta = meta_of(comm, args.routing);
   const int R = comm.num_ranks, keys = keys_of(comm);
-  int64_t crossing[kCrossingWords] = {};
+  int64_t rail_overflow[kRailOverflowWords] = {};
   for (int source = 0; source < R; ++source) {
     const uint64_t* words = count_words(comm, comm.rank, static_cast<int>(run.epoch & 1), source);
     Header theirs{};
@@ -154,10 +154,10 @@ bool receive_counts(const Run& run, const NotifyArgs& args, Counts* counts) {
     const int32_t rows = values[comm.rank], *pairs = values + R;
     if (!has_origins(args))
       set_one_origin(comm, source, rows, pairs, meta);
-    else if (!receive_origins(run, source, words + kHeaderWords + keys, rows, pairs, meta, crossing))
+    else if (!receive_origins(run, source, words + kHeaderWords + keys, rows, pairs, meta, rail_overflow))
       return false;
   }
-  std::copy_n(crossing, kCrossingWords, meta.crossing);
+  std::copy_n(rail_overflow, kRailOverflowWords, meta.rail_overflow);
   return true;
 }
 

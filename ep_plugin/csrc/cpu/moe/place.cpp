@@ -60,7 +60,7 @@ void place(const PlaceArgs& args) {
   }
   for (int segment = 0; segment < num_segments; ++segment) {
     const Meta meta = segment_meta(args, segment);
-    std::copy_n(segment_meta(args, 1).crossing, kCrossingWords, meta.crossing);
+    std::copy_n(segment_meta(args, 1).rail_overflow, kRailOverflowWords, meta.rail_overflow);
     meta.expert_offset[per_rank] = static_cast<int32_t>(start);
     *meta.token_rows = static_cast<int32_t>(slots);
   }

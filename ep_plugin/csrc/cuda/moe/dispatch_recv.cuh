@@ -253,7 +253,7 @@ __device__ inline void write_tables(const Output& out, int first, int step) {
   if (first != 0 || args.overflow == 0) return;
   at<int32_t>(args.overflow)[0] = out.required > capacity;
   at<int32_t>(args.overflow)[1] = static_cast<int32_t>(out.required);
-  for (int i = 0; i < kCrossingWords; ++i) at<int32_t>(args.overflow)[2 + i] = out.meta.crossing[i];
+  for (int i = 0; i < kRailOverflowWords; ++i) at<int32_t>(args.overflow)[2 + i] = out.meta.rail_overflow[i];
 }
 
 // After a fault, the last CTA fills the outputs. All other CTAs have finished.
@@ -268,7 +268,7 @@ __device__ inline void poison(const DispatchRecvArgs& args) {
   fill_bytes(args.row_expert_ids, capacity * 4, 0xFF, first, step);
   fill_bytes(args.expert_count, experts * 4, 0, first, step);
   fill_bytes(args.expert_offset, (experts + 1) * 4, 0, first, step);
-  fill_bytes(args.overflow, 4 * (2 + kCrossingWords), 0, first, step);
+  fill_bytes(args.overflow, 4 * (2 + kRailOverflowWords), 0, first, step);
 }
 
 // All threads call it. Returns whether all received rows fit in the pool and in the handle's recv_rows, and a reused

@@ -121,9 +121,9 @@ __device__ void number_rows(const LayoutArgs& args, const Owned& owned, int begi
   }
 }
 
-__device__ void write_crossing(const CountPlaces& places, int64_t* message, int64_t left_out, int64_t most_rows) {
-  places.crossing(message)[kLeftOut] = left_out;
-  places.crossing(message)[kMostRows] = most_rows;
+__device__ void write_rail_overflow(const CountPlaces& places, int64_t* message, int64_t left_out, int64_t most_rows) {
+  places.rail_overflow(message)[kLeftOut] = left_out;
+  places.rail_overflow(message)[kMostRows] = most_rows;
 }
 
 __device__ void count_one(int64_t* count) { atomicAdd(reinterpret_cast<unsigned long long*>(count), 1ull); }
@@ -160,7 +160,7 @@ __global__ void __launch_bounds__(kThreads, 1) ep_layout(const __grid_constant__
     places.message(i / kHeaderFields)[i % kHeaderFields] = header[i % kHeaderFields];
   if (args.padded > 0) return;  // ep_leave_out writes it
   for (int i = threadIdx.x; i <= args.num_nodes; i += kThreads)
-    write_crossing(places, i < args.num_nodes ? places.message(i) : places.received_from_here(), 0, 0);
+    write_rail_overflow(places, i < args.num_nodes ? places.message(i) : places.received_from_here(), 0, 0);
 }
 
 // Corrects the counts of chunks with more tokens for a node than `padded`: the last ones are left out. CTA (chunk,
@@ -171,13 +171,13 @@ __global__ void __launch_bounds__(kThreads, 1) ep_leave_out(const __grid_constan
   const int N = args.num_nodes, C = num_chunks_of(args), node = blockIdx.x % N, chunk = blockIdx.x / N;
   const int ranks = args.nodes.num_ranks / N, per_rank = args.nodes.num_experts / args.nodes.num_ranks;
   if (chunk == 0 && warp_id() == 0) {
-    int64_t crossing[kCrossingWords] = {};
+    int64_t rail_overflow[kRailOverflowWords] = {};
     for (int i = lane_id(); i < N * C; i += kWarp)
-      if (i % N != args.nodes.node) add_left_out(args, places.tokens(i / N, i % N), crossing);
-    const int64_t left_out = sum_of_warp(crossing[kLeftOut]), most = max_of_warp(crossing[kMostRows]);
+      if (i % N != args.nodes.node) add_left_out(args, places.tokens(i / N, i % N), rail_overflow);
+    const int64_t left_out = sum_of_warp(rail_overflow[kLeftOut]), most = max_of_warp(rail_overflow[kMostRows]);
     if (lane_id() == 0) {
-      write_crossing(places, places.message(node), left_out, most);
-      if (node == args.nodes.node) write_crossing(places, places.received_from_here(), left_out, most);
+      write_rail_overflow(places, places.message(node), left_out, most);
+      if (node == args.nodes.node) write_rail_overflow(places, places.received_from_here(), left_out, most);
     }
   }
   if (node == args.nodes.node || places.tokens(chunk, node) <= args.padded) return;

@@ -26,9 +26,9 @@ constexpr int kPeerWarps = kTokenWarp;  // warps of CTA 0 that exchange counts. 
 constexpr int kNotifyThreads = (kPeerWarps + 1) * kWarp;
 
 struct Shared {
-  int32_t num_tokens[kMaxRanks];                // tokens of each source, checked
-  int32_t crossing[kCrossingWords][kMaxRanks];  // what each source says was left out
-  int64_t own_crossing[kCrossingWords];
+  int32_t num_tokens[kMaxRanks];                         // tokens of each source, checked
+  int32_t rail_overflow[kRailOverflowWords][kMaxRanks];  // what each source says was left out
+  int64_t own_rail_overflow[kRailOverflowWords];
   int64_t own_tokens;  // T of this rank
   int64_t max_sent;
 };
@@ -78,11 +78,11 @@ __device__ void send_counts(const Run& run, const NotifyArgs& args, int peer, co
     peer::store(to + i, tagged(run.epoch, word));
   }
   for (int i = for_origins + lane_id(); i < words; i += kWarp) {
-    if (i < for_origins + kCrossingWords) {
-      peer::store(to + i, tagged(run.epoch, static_cast<uint32_t>(shared.own_crossing[i - for_origins])));
+    if (i < for_origins + kRailOverflowWords) {
+      peer::store(to + i, tagged(run.epoch, static_cast<uint32_t>(shared.own_rail_overflow[i - for_origins])));
       continue;
     }
-    const OriginWord word(comm, i - for_origins - kCrossingWords);
+    const OriginWord word(comm, i - for_origins - kRailOverflowWords);
     const int key = word.local < 0 ? peer : R + peer * local_experts(comm) + word.local;
     const int64_t count = counts_of(comm, args.nodes, args.origins, word.origin).parts[key];
     peer::store(to + i, tagged(run.epoch, static_cast<uint32_t>(count)));
@@ -153,8 +153,8 @@ __device__ bool receive_counts(const Run& run, const NotifyArgs& args, int sourc
       const int i = base + j * kWarp + lane_id() - kHeaderWords;
       if (i < 0 || i >= words - kHeaderWords) continue;
       const int after = i - R - per_rank;
-      if (after >= 0 && after < kCrossingWords) {
-        shared.crossing[after][source] = values[j];
+      if (after >= 0 && after < kRailOverflowWords) {
+        shared.rail_overflow[after][source] = values[j];
         continue;
       }
       if (values[j] < 0 || values[j] > tokens) ok = fail(comm, kBadData, kNotify, source, i, tokens, values[j]);
@@ -163,7 +163,7 @@ __device__ bool receive_counts(const Run& run, const NotifyArgs& args, int sourc
       } else if (i < R + per_rank) {
         received(comm)[source * per_rank + i - R] = values[j];
       } else {
-        const OriginWord word(comm, after - kCrossingWords);
+        const OriginWord word(comm, after - kRailOverflowWords);
         const int64_t place = static_cast<int64_t>(source) * O + word.origin;
         if (word.local < 0)
           meta.origin_end[place] = values[j];  // lay_out_ranks() makes it the end
@@ -204,16 +204,16 @@ __device__ bool check_origins(const NotifyArgs& args, const Meta& meta, int sour
 }
 
 // One warp: adds up what the ranks of all nodes have left out, as the sources say.
-__device__ void write_crossing(const NotifyArgs& args, const Meta& meta, const Shared& shared) {
+__device__ void write_rail_overflow(const NotifyArgs& args, const Meta& meta, const Shared& shared) {
   int64_t left_out = 0, most = 0;
   for (int source = lane_id(); has_origins(args) && source < args.comm.num_ranks; source += kWarp) {
-    left_out += static_cast<uint32_t>(shared.crossing[kLeftOut][source]);
-    most = max(most, static_cast<int64_t>(static_cast<uint32_t>(shared.crossing[kMostRows][source])));
+    left_out += static_cast<uint32_t>(shared.rail_overflow[kLeftOut][source]);
+    most = max(most, static_cast<int64_t>(static_cast<uint32_t>(shared.rail_overflow[kMostRows][source])));
   }
   const int64_t all = sum_of_warp(left_out), of_all = max_of_warp(most);
   if (lane_id() != 0) return;
-  meta.crossing[kLeftOut] = static_cast<int32_t>(min(all, int64_t{INT32_MAX}));
-  meta.crossing[kMostRows] = static_cast<int32_t>(min(of_all, int64_t{INT32_MAX}));
+  meta.rail_overflow[kLeftOut] = static_cast<int32_t>(min(all, int64_t{INT32_MAX}));
+  meta.rail_overflow[kMostRows] = static_cast<int32_t>(min(of_all, int64_t{INT32_MAX}));
 }
 
 // One warp, whose lanes share the ranks: computes the order of the slots that this rank receives, and the bases of
@@ -261,7 +261,7 @@ __device__ bool lay_out_ranks(const Run& run, const NotifyArgs& args, Shared& sh
     *meta.max_rows = static_cast<int32_t>(max_rows);
     shared.max_sent = max_sent;
   }
-  write_crossing(args, meta, shared);
+  write_rail_overflow(args, meta, shared);
   return true;
 }
 
@@ -345,14 +345,14 @@ __device__ void sum_origins(const NotifyArgs& args, Shared& shared) {
   if (warp_id() == 0) {
     int64_t left_out = 0, most = 0;
     for (int node = lane_id(); node < num_nodes_of(args.comm, args.nodes); node += kWarp) {
-      const int64_t* crossing = crossing_of(args.comm, args.nodes, args.origins, node);
-      left_out += crossing[kLeftOut];
-      most = max(most, crossing[kMostRows]);
+      const int64_t* rail_overflow = rail_overflow_of(args.comm, args.nodes, args.origins, node);
+      left_out += rail_overflow[kLeftOut];
+      most = max(most, rail_overflow[kMostRows]);
     }
     const int64_t all = sum_of_warp(left_out), of_all = max_of_warp(most);
     if (lane_id() == 0) {
-      shared.own_crossing[kLeftOut] = min(all, int64_t{INT32_MAX});
-      shared.own_crossing[kMostRows] = min(of_all, int64_t{INT32_MAX});
+      shared.own_rail_overflow[kLeftOut] = min(all, int64_t{INT32_MAX});
+      shared.own_rail_overflow[kMostRows] = min(of_all, int64_t{INT32_MAX});
     }
   }
   __syncthreads();

@@ -83,9 +83,9 @@ __device__ void place_output(const PlaceArgs& args) {
     const int local = kind - 1;
     place_received(args, local, starts[kind]);
     if (kind == 0) {
-      const int32_t* crossing = segment_meta(args, 1).crossing;
+      const int32_t* rail_overflow = segment_meta(args, 1).rail_overflow;
       write_segments(args, [&](const Meta& meta) {
-        for (int i = 0; i < kCrossingWords; ++i) meta.crossing[i] = crossing[i];
+        for (int i = 0; i < kRailOverflowWords; ++i) meta.rail_overflow[i] = rail_overflow[i];
         *meta.token_rows = static_cast<int32_t>(rows[0]);
         meta.expert_offset[kinds - 1] = static_cast<int32_t>(starts[kinds]);
       });
