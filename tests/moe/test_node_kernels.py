@@ -351,7 +351,7 @@ def _places(comm: MoECommunicator, N: int, G: int, local: int, C: int, T: int, p
     for meta, rows, ends in zip(metas, pairs, slots.cumsum(2, dtype=torch.int32), strict=True):
         meta[at.origin_rows : at.send_chunk_end] = rows.flatten()
         meta[at.origin_end : at.origin_rows] = ends.flatten()
-    given, rail_rows, counts = metas.to(here()), numbers.int().to(here()), messages.to(here())
+    given, rail_rows, counts = metas.clone().to(here()), numbers.int().to(here()), messages.to(here())
     group = _C.Nodes(
         rank_place=rank_place.data_ptr(), num_ranks=N * G, num_experts=N * G * local, num_chunks=C, node=node
     )
@@ -389,7 +389,7 @@ def _places(comm: MoECommunicator, N: int, G: int, local: int, C: int, T: int, p
         wanted[segment, at.token_base + index * origins + origin] = base
         tokens += int(slots[segment, index, origin])
     wanted[:, at.token_rows] = tokens
-    wanted[0, at.rail_overflow :] = wanted[1, at.rail_overflow :]
+    wanted[:, at.rail_overflow :] = metas[1, at.rail_overflow :]
     wanted[:, at.expert_offset : at.expert_rows] = torch.tensor(starts, dtype=torch.int32)
     wanted[:, at.expert_rows : at.origin_end] = pairs.sum((0, 1, 2), dtype=torch.int32)
     found = given.cpu()
