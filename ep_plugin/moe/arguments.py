@@ -58,10 +58,8 @@ def bulk_ready(name: str, rows: torch.Tensor) -> torch.Tensor:
 
 def check_tensors(optional: dict[str, object] | None = None, /, **given: object) -> None:
     """Raises ValueError unless each argument is a tensor that torch can pass to an operator. `optional` may be None."""
-    if optional is not None:
-        check_tensors(**{name: value for name, value in optional.items() if value is not None})
-    for name, value in given.items():
-        if type(value) in PLAIN:
+    for name, value in (given if optional is None else {**given, **optional}).items():
+        if type(value) in PLAIN or (value is None and name not in given):
             continue
         if not isinstance(value, torch.Tensor):
             raise ValueError(f"{name}: expected a tensor, got {type(value).__name__}")

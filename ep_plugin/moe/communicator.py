@@ -95,6 +95,7 @@ class MoECommunicator:
         sizes = self._open_low_latency(group, resolved) if config.mode == "ll" else self._open(group, resolved)
         self.number = register(self, sizes)
         self._in_c = self.operators_in_c = NO_FUNCTIONS
+        self._runs_in_c = self.nodes is None
         engine: Any = self.engine
         control = engine.control
         control.set_number(self.number)
@@ -246,7 +247,7 @@ class MoECommunicator:
             ValueError: wrong arguments; also an `x` that requires gradients with `quantize`; in mode="ll" a third
                 un-received dispatch.
         """
-        if not torch.compiler.is_compiling():
+        if self._runs_in_c and not torch.compiler.is_compiling():
             made = self._in_c.dispatch(x, topk_ids, topk_weights, scales, previous_handle, capacity, quantize)
             if made is not None:
                 return made
@@ -276,7 +277,7 @@ class MoECommunicator:
         Returns:
             ``[T, H]`` of y's dtype; the caller owns it.
         """
-        if not torch.compiler.is_compiling():
+        if self._runs_in_c and not torch.compiler.is_compiling():
             made = self._in_c.combine(y, handle, weights, bias)
             if made is not None:
                 return made

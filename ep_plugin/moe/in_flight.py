@@ -104,7 +104,7 @@ class InFlight(Serving):
         with self._engine.lock:
             self.complete()
             operation.check()
-            counts.served(self.serves, kind=counts.DISPATCHES)
+            counts.served(self._serves, kind=counts.DISPATCHES)
             return self._engine.run(operation.name, lambda _: operation.whole(), nbytes=operation.rows.nbytes)
 
     def start(self, operation: Operation) -> Operation:
@@ -147,7 +147,7 @@ class InFlight(Serving):
         Raises CaptureRefused if a CUDA graph would capture only the start or only the end of the operation. Autograd
         records nothing here, since the caller may be another operator or a backward. It records at `wait()`.
         """
-        operation, engine = self._started, self._engine
+        operation, engine = self._in_flight, self._engine
         if operation is None:
             return
         capture = engine.streams.capturing()

@@ -24,7 +24,7 @@ from ep_plugin.moe.layout import NUM_LIMITS, DispatchCall
 from ep_plugin.moe.low_latency.dispatch import check_capacity, fake_result
 from ep_plugin.moe.low_latency.engine import LowLatencyEngine
 from ep_plugin.moe.registry import communicator
-from ep_plugin.runtime.tensors import PLAIN, is_lazy, is_traced
+from ep_plugin.runtime.tensors import PLAIN, is_traced
 
 _library = torch.library.Library("ep_plugin", "DEF")
 
@@ -92,7 +92,7 @@ def _watched(inputs: tuple[Any, ...]) -> bool:
     if is_traced() or torch._C._autograd._profiler_enabled():
         return True
     for tensor in inputs[: autograd.NUM_TENSORS]:
-        if tensor is not None and (type(tensor) not in PLAIN or is_lazy(tensor)):
+        if tensor is not None and (type(tensor) not in PLAIN or tensor.is_neg() or tensor._is_zerotensor()):
             return True
     return False
 

@@ -131,7 +131,8 @@ class BaseEngine(ABC):
         `_C.CallLog.begin`.
         """
         with self.lock, on_device(self.device):
-            self.check_not_running(what)
+            if self.device in running:
+                self.check_not_running(what)
             if self._error is None and not self.closed:
                 self.last_call = self.call_log.begin(what, part, nbytes, continues)
             self.check()
@@ -141,8 +142,11 @@ class BaseEngine(ABC):
                 self.used_by_this_thread()
                 _C.announce(f"in {what} of {self._announced_name}")  # for messages of the peers of all communicators
                 self._captured |= bool(self.streams.capturing())
-                with self.ranged(what, part, nbytes):
+                if self._range is None:
                     result = operation(self, *args)
+                else:
+                    with self.ranged(what, part, nbytes):
+                        result = operation(self, *args)
                 call.end()
                 return result
             except BaseException as error:

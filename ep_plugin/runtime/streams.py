@@ -27,7 +27,7 @@ from ep_plugin import _C
 from ep_plugin.runtime.sms import budget_of
 from ep_plugin.transport.groups import serves_gpus
 
-_SAME_DEVICE = contextlib.nullcontext()
+_SAME: contextlib.AbstractContextManager[Any] = _C.StreamSwitch()
 
 
 class Streams:
@@ -50,11 +50,12 @@ class Streams:
 
         The block may launch no kernels of ours.
         """
-        return _SAME_DEVICE
+        return _SAME
 
-    def to_host(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], bool]]:
-        """Copies `tensor` to the host on torch's current stream. Returns the copy, and a test for its arrival."""
-        return tensor, lambda: True
+    def to_host(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], bool] | None]:
+        """Copies `tensor` to the host on torch's current stream. Returns the copy, and a test for its arrival; None if
+        it is there."""
+        return tensor, None
 
     def join(self) -> None:
         """Orders the caller's stream after all earlier operations."""
@@ -116,7 +117,7 @@ class CudaStreams(Streams):
     def on_own(self) -> contextlib.AbstractContextManager[Any]:
         return on_stream(self._own)
 
-    def to_host(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], bool]]:
+    def to_host(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], bool] | None]:
         copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
         copy.copy_(tensor, non_blocking=True)
         over = torch.cuda.Event()
@@ -204,29 +205,14 @@ def on_stream(stream: torch.cuda.Stream) -> contextlib.AbstractContextManager[An
     """Makes `stream` the current one, as torch.cuda.stream does, which makes several objects for it."""
     if torch._C._cuda_getDevice() != stream.device_index:
         return torch.cuda.stream(stream)
-    return _StreamSwitch(stream)
-
-
-class _StreamSwitch:
-    """Makes a stream of the current device the current stream."""
-
-    __slots__ = ("_before", "_stream")
-
-    def __init__(self, stream: torch.cuda.Stream) -> None:
-        self._stream = stream.stream_id, stream.device_index, stream.device_type
-
-    def __enter__(self) -> None:
-        self._before = torch._C._cuda_getCurrentStream(self._stream[1])
-        torch._C._cuda_setStream(*self._stream)
-
-    def __exit__(self, *error: object) -> None:
-        torch._C._cuda_setStream(*self._before)
+    functions = torch._C._cuda_getCurrentStream, torch._C._cuda_setStream
+    return _C.StreamSwitch(*functions, stream.stream_id, stream.device_index, stream.device_type)
 
 
 def on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """Makes `device` the current one, so that kernels are launched on it."""
     if device.type == "cpu" or torch._C._cuda_getDevice() == device.index:
-        return _SAME_DEVICE
+        return _SAME
     return torch.cuda.device(device)
 
 

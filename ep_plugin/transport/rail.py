@@ -86,7 +86,8 @@ class Rail:
 
         RuntimeError when the backend refuses one or has ended.
         """
-        self._refuse_if_ended()
+        if self._ended:
+            raise _ended()
         if self._direct is not None:
             return [self._direct.begin(messages, number)]
         backend, together = self._backend, self.together
@@ -107,15 +108,12 @@ class Rail:
 
     def gather(self, everyones: torch.Tensor, part: torch.Tensor, number: int = 0) -> Any:
         """Begins to fill `everyones` with the `part` of every node, by node. number: as in `begin`."""
-        self._refuse_if_ended()
+        if self._ended:
+            raise _ended()
         if self._direct is not None:
             return self._direct.gather(everyones, part, number)
         work = self._backend._allgather_base(everyones, part)
         return nccl.OnStream(work) if self.together else work
-
-    def _refuse_if_ended(self) -> None:
-        if self._ended:
-            raise RuntimeError("the rail has ended, by a failure of a communicator that shares it")
 
     def interrupt(self, node: int, tag: int, user: User, reason: str) -> None:
         """Ends the waits of other threads and of streams, for `user`.
@@ -159,6 +157,10 @@ class Rail:
                 call_in_thread(end).get(timeout=_GRAPHS_S)
             else:
                 end()
+
+
+def _ended() -> RuntimeError:
+    return RuntimeError("the rail has ended, by a failure of a communicator that shares it")
 
 
 class GroupRail:

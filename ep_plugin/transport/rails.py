@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import datetime
 import functools
+import operator
 import secrets
 import time
 import zlib
@@ -32,6 +33,7 @@ Piece: TypeAlias = tuple[int, torch.Tensor, int, int]
 """A node, and where a message to it or from it is: a tensor, its first byte there, and its bytes."""
 
 CHUNK_BYTES = {"cpu": 1 << 20, "cuda": 8 << 20}
+_node_of = operator.itemgetter(0)  # of a message
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,7 +185,7 @@ class Rails:
         if not messages:
             return UnderWay(works=[], what=what)
         works, captured = self._begin(opened, what, nbytes, functools.partial(opened.begin, messages))
-        nodes = [message[0] for message in messages] if len(works) == len(messages) else [None]  # one for all
+        nodes = map(_node_of, messages) if len(works) == len(messages) else [None]  # one for all
         return UnderWay(works=list(zip(nodes, works, strict=True)), what=what, captured=captured)
 
     def _begin(

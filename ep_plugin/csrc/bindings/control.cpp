@@ -82,13 +82,36 @@ LlOperation operation_of(const LowLatency& engine, const LlHeader& header) {
   return operation;
 }
 
-py::object form_of(const py::args& tensors) {
+py::object form_of(const py::args& tensors, bool free_rows) {
   if (control::exchange_api() == nullptr) return py::none();
   control::Inputs inputs;
   for (py::handle tensor : tensors)
-    if (!inputs.read(tensor.ptr())) return returned(Object(control::left()));
+    if (!inputs.read(tensor.ptr(), free_rows ? control::kFreeRows : control::kFixedRows))
+      return returned(Object(control::left()));
   return py::bytes(inputs.form());
 }
+
+// Makes a stream the current one of its device in a block of Python, by PyTorch's functions. Or does nothing.
+class StreamSwitch {
+ public:
+  StreamSwitch() = default;
+  StreamSwitch(py::object get_current, py::object set_current, int64_t stream_id, int64_t device, int64_t device_type)
+      : get_(std::move(get_current)), set_(std::move(set_current)), device_(device) {
+    stream_ = py::make_tuple(stream_id, device, device_type);
+  }
+  void enter() {
+    if (!set_) return;
+    before_ = get_(device_);
+    set_(*stream_);
+  }
+  void exit(const py::args&) {
+    if (set_) set_(*before_);
+  }
+
+ private:
+  py::object get_, set_, stream_, before_;
+  int64_t device_ = 0;
+};
 
 void bind_low_latency_engine(py::module_& m) {
   py::class_<LowLatency, std::shared_ptr<LowLatency>>(m, "LowLatency")
@@ -165,7 +188,12 @@ void bind_control(py::module_& m) {
   m.def("find_torch", [](const py::module_& torch) {
     if (!control::find_torch(torch.ptr())) throw py::error_already_set();
   });
-  m.def("form_of", &form_of);
+  m.def("form_of", &form_of, py::arg("free_rows") = false);
+  py::class_<StreamSwitch>(m, "StreamSwitch")
+      .def(py::init<>())
+      .def(py::init<py::object, py::object, int64_t, int64_t, int64_t>())
+      .def("__enter__", &StreamSwitch::enter)
+      .def("__exit__", &StreamSwitch::exit);
   py::class_<control::SmBudget, std::shared_ptr<control::SmBudget>>(m, "SmBudget")
       .def(py::init(
           [](int device, int sms) { return std::make_shared<control::SmBudget>(device, sms, control::cuda_calls()); }))

@@ -15,7 +15,7 @@ import torch
 
 from ep_plugin import _C
 from ep_plugin.dtypes import DTYPE_CODES, ELEMENTS, weight_dtype
-from ep_plugin.moe.across_nodes.nodes import Nodes, field_of
+from ep_plugin.moe.across_nodes.nodes import Nodes, fields_of
 from ep_plugin.moe.across_nodes.routing import routing_of
 from ep_plugin.moe.arguments import bulk_ready, check_combine, is_wide
 from ep_plugin.moe.high_throughput.combine import extra_bytes
@@ -77,8 +77,8 @@ class CombineAcrossNodes(Operation):
                 element=ELEMENTS[y.dtype],
                 per_row=int(self._per_row and not engine.flat),
             ),
-            sums=[sums.data_ptr() for sums in self._sums],
-            extras=[_C.address(extra) for extra in self._extras],
+            sums=list(map(_C.address, self._sums)),
+            extras=list(map(_C.address, self._extras)),
         )
         self._sms = engine.combine_sms(routing.tokens[0], row_bytes, K, in_two=True)
         returned = sum(routing.sent)
@@ -115,8 +115,8 @@ class CombineAcrossNodes(Operation):
         """Begins to send a chunk's sums back, and to receive the sums of the rows that its legs have sent."""
         routing = self._routing
         first = sum(routing.received[: self._nodes.of_chunks[chunk].start])
-        both = (self._sums[chunk + 1], self._landed), (self._extras[chunk + 1], self._landed_extra)
-        fields = [field_of(sums, to, first_sent=first) for sums, to in both if sums is not None and to is not None]
+        sums, landed = (self._sums[chunk + 1], self._extras[chunk + 1]), (self._landed, self._landed_extra)
+        fields = fields_of(sums, landed, first_sent=first)
         with self._engine.streams.on_own():
             return self._nodes.start_chunk(chunk, fields, routing.received, routing.sent, back=True)
 

@@ -26,17 +26,19 @@ import torch
 from ep_plugin import _C
 from ep_plugin.dtypes import DTYPE_CODES, ELEMENTS, QUANTIZED, num_scales
 from ep_plugin.errors import EpPluginError
-from ep_plugin.moe.across_nodes.nodes import Nodes, field_of
+from ep_plugin.moe.across_nodes.nodes import Nodes, fields_of
 from ep_plugin.moe.across_nodes.routing import NodesRouting, routing_of
-from ep_plugin.moe.arguments import MOST_ROWS, bulk_ready, check_dispatch
+from ep_plugin.moe.arguments import MOST_ROWS, bulk_ready, check_capture, check_dispatch, check_id_values
 from ep_plugin.moe.high_throughput.dispatch import empty_rows
 from ep_plugin.moe.high_throughput.engine import DISPATCH_POOL
+from ep_plugin.moe.high_throughput.sms import KernelSms
 from ep_plugin.moe.in_flight import Operation, Tensors
 from ep_plugin.moe.layout import NUM_LIMITS, DispatchCall, DispatchHandle, DispatchResult
 from ep_plugin.moe.statistics import current_layer
 from ep_plugin.transport.rails import UnderWay
 
 _DISPATCH, _CACHED = int(_C.Op.DISPATCH), int(_C.Op.CACHED_DISPATCH)
+_CAPACITIES = (int, type(None))  # True is none
 _WITH_CAPACITY = int(_C.Op.DISPATCH_WITH_CAPACITY)
 _SLOTS, _ROWS, _MAX_ROWS, _MAX_SENT = _C.Total.SLOTS, _C.Total.ROWS, _C.Total.MAX_ROWS, _C.Total.MAX_SENT
 
@@ -54,8 +56,13 @@ class Payload(NamedTuple):
 
     def like(self, num_rows: int) -> Payload:
         """Allocates a payload of `num_rows` rows with the same fields."""
-        made = [None if one is None else one.new_empty((num_rows, one.shape[1])) for one in self]
-        return Payload(*made)  # type: ignore[arg-type]
+        rows, scales, weights, ids = self
+        return Payload(
+            rows.new_empty((num_rows, rows.shape[1])),
+            None if scales is None else scales.new_empty((num_rows, scales.shape[1])),
+            None if weights is None else weights.new_empty((num_rows, weights.shape[1])),
+            None if ids is None else ids.new_empty((num_rows, ids.shape[1])),
+        )
 
     def sent(self) -> _C.DispatchSendArgs:
         """Returns the rows as dispatch send reads them."""
@@ -91,11 +98,21 @@ class DispatchAcrossNodes(Operation):
         self._block_counts: torch.Tensor | None = None
         self._landed_block_counts: torch.Tensor | None = None
         self._segments: Any = None  # a _C.SegmentedDispatch
+        self._sms: list[KernelSms] = []  # of each segment
         self._crossing: list[UnderWay] = []
         self._result: DispatchResult | None = None
 
     def check(self) -> None:
-        check_dispatch(self._engine, self._call)
+        engine, call = self._engine, self._call
+        form = _C.form_of(*call[:4]) if call.previous is None and type(call.capacity) in _CAPACITIES else None
+        key = form, call.capacity, call.quantize
+        if form is not None and key in self._nodes.checked:
+            check_capture(engine, call)
+            check_id_values(engine, call.topk_ids)
+            return
+        check_dispatch(engine, call)
+        if form is not None:
+            self._nodes.add_checked(key)
 
     def start(self) -> None:
         """Sends rows to the other nodes and to this one. Without a capacity or a handle, the host waits until it knows
@@ -225,19 +242,19 @@ class DispatchAcrossNodes(Operation):
         sms = engine.dispatch_sms(T, self._row_bytes, nodes.num_nodes, False, in_two=True)
         ticket = 0
         for _ in range(0 if padded else nodes.num_segments):
-            ticket = engine.next_ticket()  # each segment has one; this is the last one's
+            ticket = engine.control.next_ticket()  # each segment has one; this is the last one's
         segments.notify(engine.control, sms, ticket)
         if call.capacity is not None:
             totals, slots = [call.capacity], nodes.padded_slots
             self._totals = torch.full((1,), call.capacity, dtype=torch.int64, device="cpu")
         else:
-            every = engine.wait_totals(ticket, nodes.num_segments).tolist()
-            slots = [totals[_SLOTS] for totals in every]
+            every = list(zip(*engine.wait_totals(ticket, nodes.num_segments).tolist(), strict=True))
+            slots = list(every[_SLOTS])
             assert copied is not None
             routing = routing.extended(*(legs or nodes.rows_of_legs(header, copied, padded)))
             self._landed_block_counts = nodes.block_counts(routing.tokens[1:])
             segments.block_counts = self._landed_block_counts.data_ptr()
-            totals = self._add_totals(every, slots) + routing.sent + routing.received + slots
+            totals = self._add_totals(every) + routing.sent + routing.received + slots
             self._totals = torch.tensor(totals, dtype=torch.int64, device="cpu")
         routing.make_recv_rows(slots)
         self._routing = routing
@@ -259,17 +276,17 @@ class DispatchAcrossNodes(Operation):
             block_counts=self._block_counts.data_ptr(),
         )
 
-    def _add_totals(self, every: list[list[int]], slots: list[int]) -> list[int]:
-        """Returns the totals of all segments together. every: the totals of each segment."""
+    def _add_totals(self, every: list[tuple[int, ...]]) -> list[int]:
+        """Returns the totals of all segments together. every: for each total, those of the segments."""
         engine = self._engine
         alignment = engine.config.expert_alignment if engine.flat else 1
-        counts = [sum(of_segments) for of_segments in zip(*(totals[_C.num_totals :] for totals in every), strict=True)]
-        rows = sum(-(-count // alignment) * alignment for count in counts)
-        if max(rows, sum(slots)) > MOST_ROWS:
-            raise EpPluginError(f"{engine.name}: step plan: expected at most {MOST_ROWS} rows, got {rows}")
-        heads = {_SLOTS: sum(slots), _ROWS: rows}
-        heads |= {total: max(totals[total] for totals in every) for total in (_MAX_ROWS, _MAX_SENT)}
-        return [heads[total] for total in sorted(heads)] + counts
+        totals = list(map(sum, every))
+        totals[_MAX_ROWS], totals[_MAX_SENT], totals[_ROWS] = max(every[_MAX_ROWS]), max(every[_MAX_SENT]), 0
+        for count in totals[_C.num_totals :]:
+            totals[_ROWS] += -(-count // alignment) * alignment
+        if max(totals[_ROWS], totals[_SLOTS]) > MOST_ROWS:
+            raise EpPluginError(f"{engine.name}: step plan: expected at most {MOST_ROWS} rows, got {totals[_ROWS]}")
+        return totals
 
     def _cross(self, routing: NodesRouting) -> None:
         """Begins to send the rows that cross, and to receive other nodes' rows, chunk by chunk."""
@@ -303,8 +320,7 @@ class DispatchAcrossNodes(Operation):
         )
         engine.kernels.pack(args)
         with streams.on_own():
-            both = zip(packed, self._landed, strict=True)
-            fields = [field_of(sent, landed) for sent, landed in both if sent is not None and landed is not None]
+            fields = fields_of(packed, self._landed)
             for chunk in range(self._nodes.chunks):
                 self._crossing.append(self._nodes.start_chunk(chunk, fields, routing.sent, routing.received))
 
@@ -332,7 +348,8 @@ class DispatchAcrossNodes(Operation):
         if self._landed.ids is not None:
             segments.landed_ids = self._landed.ids.data_ptr()
         wire_bytes = self._row_bytes + self._scale_bytes
-        self._sms = [engine.dispatch_sms(tokens, wire_bytes, K, False, in_two=True) for tokens in routing.tokens]
+        for tokens in routing.tokens:
+            self._sms.append(engine.dispatch_sms(tokens, wire_bytes, K, False, in_two=True))
         segments.output = _C.DispatchRecvArgs(
             tokens=result.tokens.data_ptr(),
             scales=_C.address(result.scales),

@@ -6,6 +6,7 @@ Shapes: R ranks, N nodes of G ranks, E experts in all, E_n = E / N on each node,
 
 from __future__ import annotations
 
+import operator
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
@@ -22,12 +23,14 @@ from ep_plugin.runtime.faults import DISAGREE_ON
 from ep_plugin.transport.rails import Piece, UnderWay
 
 _HEADER = _C.header_fields
+_words_of = operator.attrgetter(*_HEADER)  # of a header
 _NUM_COMPARED = len(_HEADER) - 1  # all but num_tokens, the last one
+_MOST_CHECKED = 512
 _FIRST_COUNT = len(_HEADER) + _C.rail_overflow_words  # of a message
 
 
-Copied: TypeAlias = tuple[torch.Tensor, Callable[[], bool]]
-"""A copy for the host, and a test for its arrival."""
+Copied: TypeAlias = tuple[torch.Tensor, Callable[[], bool] | None]
+"""A copy for the host, and a test for its arrival, as `Streams.to_host` returns them."""
 RowsOfLegs: TypeAlias = tuple[list[int], list[int]]
 """The rows that each leg sends, and the rows that each leg brings."""
 
@@ -38,10 +41,16 @@ that this rank sends and those that it receives, leg after leg; the bytes of a r
 sends among all of the operation."""
 
 
-def field_of(sent: torch.Tensor, landed: torch.Tensor, first_sent: int = 0) -> Field:
-    """Returns the rows of two contiguous tensors ``[rows, columns]`` of one dtype."""
-    row_bytes = landed.shape[1] * landed.element_size()
-    return sent.view(-1).view(torch.uint8), landed.view(-1).view(torch.uint8), row_bytes, first_sent
+def fields_of(
+    sent: Sequence[torch.Tensor | None], landed: Sequence[torch.Tensor | None], first_sent: int = 0
+) -> list[Field]:
+    """Returns the parts of rows that are there. The two of a part are contiguous ``[rows, columns]`` of one dtype."""
+    fields = []
+    for going, into in zip(sent, landed, strict=True):
+        if going is not None and into is not None:
+            row_bytes = into.shape[1] * into.element_size()
+            fields.append((going.view(-1).view(torch.uint8), into.view(-1).view(torch.uint8), row_bytes, first_sent))
+    return fields
 
 
 class Nodes:
@@ -94,7 +103,14 @@ class Nodes:
             node=self.node,
         )
         """This group as kernels see it."""
+        self.checked: set[tuple[Any, ...]] = set()
+        """The forms of dispatches without a handle that have passed every check, with their capacity and `quantize`."""
         self._message_words = _C.message_words(self.chunks, G, engine.node_experts)
+
+    def add_checked(self, key: tuple[Any, ...]) -> None:
+        if len(self.checked) >= _MOST_CHECKED:
+            self.checked.clear()
+        self.checked.add(key)
 
     # -- sizes ---------------------------------------------------------------------------------------------------
 
@@ -111,7 +127,7 @@ class Nodes:
 
     def tokens_of(self, num_tokens: int, received: Sequence[int]) -> list[int]:
         """Returns the tokens of each segment. received: the rows that each leg brings."""
-        return [num_tokens, *[sum(received[legs]) for legs in self.of_chunks]]
+        return [num_tokens, *map(sum, map(received.__getitem__, self.of_chunks))]
 
     def reserve(self, pool: int, row_bytes: int, per_token: int, rows: int | None) -> None:
         """Makes the pool large enough for each segment. It serves one segment after the other.
@@ -138,8 +154,9 @@ class Nodes:
 
     def block_counts(self, tokens: Sequence[int]) -> torch.Tensor:
         """Makes memory in which plan counts the blocks of a segment, for segments of so many tokens in turn."""
-        engine = self.engine
-        words = max([_C.block_count_words(each, engine.node_size, engine.node_experts) for each in tokens])
+        engine, words = self.engine, 0
+        for each in set(tokens):
+            words = max(words, _C.block_count_words(each, engine.node_size, engine.node_experts))
         return torch.empty(words, dtype=torch.int32, device=engine.device)
 
     def exchange_counts(self, messages: torch.Tensor, reads: bool) -> Copied | None:
@@ -162,8 +179,10 @@ class Nodes:
         self._check_counts(theirs)
         if padded:
             return self.padded_rows, self.padded_rows
-        sent = [mine[leg.to][_FIRST_COUNT + leg.chunk] for leg in self.legs]
-        received = [theirs[leg.source][_FIRST_COUNT + leg.chunk] for leg in self.legs]
+        sent, received = [], []
+        for leg in self.legs:
+            sent.append(mine[leg.to][_FIRST_COUNT + leg.chunk])
+            received.append(theirs[leg.source][_FIRST_COUNT + leg.chunk])
         most = max(self.tokens_of(0, received))
         if most > _C.max_tokens:
             raise EpPluginError(
@@ -181,8 +200,9 @@ class Nodes:
         if not self.host_waits:
             return
         # Messages as those of a dispatch: of two sizes they would not meet, and no rank would see a difference.
-        words = [int(getattr(header, name)) for name in _HEADER]
-        going = [words + [0] * (self._message_words - len(words)) for _ in range(self.num_nodes)]
+        words, going = _words_of(header), []
+        for _ in range(self.num_nodes):
+            going.append([*words, *[0] * (self._message_words - len(words))])
         for leg, rows in zip(self.legs, sent, strict=True):
             going[leg.to][_FIRST_COUNT + leg.chunk] = rows
         copied = self.exchange_counts(torch.tensor([going, going], dtype=torch.int64, device="cpu"), reads=True)
@@ -192,14 +212,16 @@ class Nodes:
     def _read(self, header: Any, copied: Copied) -> tuple[list[list[int]], list[list[int]]]:
         """Waits for messages on the host. Returns what this rank has sent to each node, and what each node has sent to
         it. Raises DisagreementError unless the headers are alike."""
-        mine, theirs = self._on_host(*copied)
-        self._check_headers([getattr(header, name) for name in _HEADER], theirs)
+        copy, is_there = copied
+        if is_there is not None:
+            self._wait_until(is_there)
+        self.engine.check()  # the wait may have ended because the rail ended
+        mine, theirs = copy[..., : _FIRST_COUNT + self.chunks].tolist()
+        self._check_headers(list(_words_of(header)), theirs)
         return mine, theirs
 
-    def _on_host(self, copy: torch.Tensor, is_there: Callable[[], bool]) -> list[Any]:
-        """Returns the headers and rows in a copy of messages on the host, as `Streams.to_host` makes it.
-
-        Waits for them, with a deadline."""
+    def _wait_until(self, is_there: Callable[[], bool]) -> None:
+        """Waits on the host, with a deadline."""
         most_s = 2 * self.engine.timeout_s + 5.0  # the rail's deadline passes first, and its error says more
         until = time.monotonic() + most_s
         while not is_there():
@@ -207,8 +229,6 @@ class Nodes:
             if time.monotonic() > until:
                 raise EpPluginError(f"{self.engine.name}: the device did not finish step rail in {most_s:g} s")
             time.sleep(0)
-        self.engine.check()  # the wait may have ended because the rail ended
-        return list(copy[..., : _FIRST_COUNT + self.chunks].tolist())
 
     def start_chunk(
         self, chunk: int, fields: Sequence[Field], sent: Sequence[int], received: Sequence[int], back: bool = False
@@ -218,6 +238,7 @@ class Nodes:
         The messages start after the work on torch's current stream. sent, received: the rows of each leg. back: the
         rows are sums, and go from the receivers to the senders of the legs. Both ends leave out empty messages.
         """
+        self.engine.check()  # nothing crosses after a failure
         legs = self.of_chunks[chunk]
         first_sent, first_received = sum(sent[: legs.start]), sum(received[: legs.start])
         sends, receives = [], []
@@ -240,7 +261,6 @@ class Nodes:
             self.engine.raise_of_rail(error)
 
     def _start(self, sends: Sequence[Piece], receives: Sequence[Piece], what: str) -> UnderWay:
-        self.engine.check()  # nothing crosses after a failure
         try:
             return self.engine.rails.start(sends, receives, what)
         except PeerTimeout as error:

@@ -252,10 +252,6 @@ class HighThroughputEngine(GroupEngine):
 
     # -- waiting -------------------------------------------------------------------------------------------------
 
-    def next_ticket(self) -> int:
-        """Returns a number that names the totals of the next notify. The host waits for the totals by this number."""
-        return self.control.next_ticket()
-
     def wait_totals(self, ticket: int, segments: int) -> torch.Tensor:
         """Waits for notify `ticket`, and returns the totals of so many segments, see Boards.totals. Raises the
         communicator's first error, or PeerTimeout at the deadline."""
