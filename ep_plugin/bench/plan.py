@@ -216,7 +216,7 @@ def bytes_of(plan: Plan, way: str, path: str, operation: str, rows: float, weigh
     counts = 8 * local * peers
     if way == TWO_LEVEL and path == RAIL:
         of_node = plan.ranks * (1 + local)  # of its ranks and experts
-        message = len(_C.header_fields) + _C.rail_overflow_words + plan.chunks * (1 + of_node)
+        message = _C.message_head_words + plan.chunks * (1 + of_node)
         counts = 8 * message * (plan.nodes - 1)
     elif way == TWO_LEVEL:  # csrc/common/layout.h: slots, whose parts are aligned, and count rows
         words = 2 * len(_C.header_fields) + plan.ranks + local

@@ -318,7 +318,7 @@ def test_ranks_that_disagree_on_the_chunks_of_a_rail() -> None:
 
 
 _TOKENS_WORD = _C.header_fields.index("num_tokens")
-_FIRST_COUNT = len(_C.header_fields) + _C.rail_overflow_words
+_FIRST_COUNT = _C.message_head_words
 # What rank 2 sends in place of its counts (int64), or of the expert ids of a chunk (int32): how it changes them, and
 # what ranks say.
 GARBAGE: dict[str, tuple[str, Callable[[torch.Tensor], Any], str]] = {

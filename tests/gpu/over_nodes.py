@@ -19,10 +19,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import ep_plugin
 from ep_plugin import MoECommunicator, PeerAborted, PeerTimeout
 from ep_plugin.moe import legs
 from ep_plugin.testing.nodes import Cluster, variables_of
-from tests.gpu import checks, features, gradients, graphs
+from tests.gpu import checks, features, gradients, graphs, load_cases
 from tests.integrations import on_cpus
 from tests.moe import test_left_out
 from tests.ranks import note
@@ -128,7 +129,7 @@ def rows_cross_once(rank: int, size: int) -> None:
     row, ids, weights = case.hidden * case.dtype.itemsize, 4 * case.topk, 4 * case.topk
     with checks.communicator(case, rank, size, timeout_s=60, rail_chunks=3) as comm:
         device = comm.engine.device
-        counts = 8 * (11 + 3 * (1 + size // NODES + per_node))  # the header, and in each chunk counts of the other node
+        counts = 8 * (12 + 3 * (1 + size // NODES + per_node))  # the header, and in each chunk counts of the other node
         known = counts if device.type == "cpu" else 0  # GPUs compare nothing where the host waits for nothing
         x, topk_ids, topk_weights = (part[rank].to(device) for part in (given.x, given.ids, given.weights))
 
@@ -160,6 +161,30 @@ def rows_left_out(rank: int, size: int) -> None:
             found.append((told, out.tokens, out.weights, out.num_tokens_per_expert, sums))
     assert found[0][0] == (rows, required) and found[1][0][0] == 0
     assert all(torch.equal(*both) for both in zip(found[0][1:], found[1][1:], strict=True))
+
+
+def late(rank: int, size: int) -> None:
+    """The last rank comes late. It is waited for by the other rank of its node, and on its rail. The rank of that rail
+    is waited for in its own node."""
+    case = checks.Case(tokens=40, hidden=256, topk=4)
+    given = checks.make_inputs(case, size, 7)
+    blamed = {0: 1, 1: 3, 2: 3}
+    ep_plugin.record_stats()
+    with checks.communicator(case, rank, size, timeout_s=60) as comm:
+        x, ids = given.x[rank].to(comm.engine.device), given.ids[rank].to(comm.engine.device)
+        for _ in range(2):
+            comm.dispatch(x, ids)
+        comm.stats(reset=True)
+        dist.barrier()
+        if rank == size - 1:
+            time.sleep(load_cases.LATE_S)
+        for _ in range(2):  # on GPUs the second one tells who was late on the rail
+            comm.dispatch(x, ids)
+        seconds = comm.stats().waited_ns.double() / 1e9
+        for other in range(size):
+            waited = blamed.get(rank) == other
+            lower, upper = (0.6, 2.0) if waited else (-0.01, 0.4)
+            assert lower * load_cases.LATE_S <= float(seconds[other]) < upper * load_cases.LATE_S, (rank, seconds)
 
 
 def replayed(rank: int, size: int) -> None:
@@ -227,6 +252,7 @@ CASES: dict[str, Callable[[int, int], Any]] = {
         features.outstanding,
         features.misaligned,
         gradients.gradients,
+        late,
         replayed,
     )
 }

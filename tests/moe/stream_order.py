@@ -276,7 +276,7 @@ def _accesses(name: str, a: Any, layout: Any) -> Iterator[tuple[int, int, bool]]
             sent = _messages_bytes(a.nodes, ranks, a.nodes.num_experts // a.num_nodes)
             yield a.messages, sent, True
             own = a.messages + sent + sent // a.num_nodes * a.nodes.node
-            yield own + 8 * len(_C.header_fields), 8 * _C.rail_overflow_words, True
+            yield own + 8 * len(_C.header_fields), 8 * (_C.rail_overflow_words + 1), True
             yield a.rail_rows, 4 * a.num_tokens * a.num_nodes, True
             yield a.own_ids, 4 * a.num_tokens * a.topk, True
     elif name == "place":

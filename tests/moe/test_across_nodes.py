@@ -46,7 +46,7 @@ from tests.moe.moe_cases import (
 )
 from tests.ranks import run_ranks, values
 
-HEADER_BYTES = (9 + 2) * 8  # of a message, with what was left out
+HEADER_BYTES = (9 + 2 + 1) * 8  # of a message, with what was left out and how long the sender waited
 LONG = os.environ.get("EP_TEST_LONG") == "1"
 SHAPES = [(2, 1), (2, 2), (2, 4), (3, 2), (4, 2)]  # nodes and ranks of each
 

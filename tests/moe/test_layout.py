@@ -136,7 +136,9 @@ def messages(rank: int, size: int) -> None:
             ids = _ids(case, dtype, seed)
             given, words = ids.to(here()), _C.message_words(chunks, G, E // N)
             written, rows, copy = _guarded(16 * N * words), _guarded(4 * case.tokens * N), _guarded(4 * ids.numel())
+            waits = torch.tensor([0, 7 + seed, *[0] * N]).to(here())
             group = _C.Nodes(rank_place=places.data_ptr(), num_ranks=R, num_experts=E, num_chunks=chunks, node=own)
+            group.waits = 0 if padded == 9 else waits.data_ptr()
             kernels_for(here()).layout(
                 _C.LayoutArgs(
                     ids=given.data_ptr(),
@@ -159,8 +161,8 @@ def messages(rank: int, size: int) -> None:
             with named((name, chunks, padded)):
                 valid = ids.where((ids >= 0) & (ids < E), -1).int()
                 same_bits("own_ids", _written(copy, torch.int32, *ids.shape), valid)
-                sizes = [len(of_header), _C.rail_overflow_words, chunks, chunks * (G + E // N)]
-                headers, rail_overflow, counts, parts = found.split(sizes, 1)
+                sizes = [len(of_header), _C.rail_overflow_words, 1, chunks, chunks * (G + E // N)]
+                headers, rail_overflow, waited, counts, parts = found.split(sizes, 1)
                 assert headers.tolist() == [of_header] * N
                 for chunk, (first, last) in enumerate(itertools.pairwise(chunk_bounds(case.tokens, chunks))):
                     _, per_node, _, in_rank = expected_layout(ids[first:last], E, node_map)
@@ -180,7 +182,10 @@ def messages(rank: int, size: int) -> None:
                             longest = max(longest, int(is_there.sum()))
                 told = [left_out, chunks * longest] if padded else [0, 0]
                 assert rail_overflow.tolist() == [told] * N
-                assert received[own, sizes[0] : sizes[0] + sizes[1]].tolist() == told
+                before = [7 + seed if group.waits else 0]
+                assert waited.tolist() == [before] * N
+                assert received[own, sizes[0] : sum(sizes[:3])].tolist() == told + before
+                assert (int(waits[0]) > 0) == (group.waits != 0) and waits[1:].tolist() == [7 + seed, *[0] * N]
 
 
 def returns_counts(rank: int, size: int) -> None:

@@ -329,7 +329,10 @@ def _places(comm: MoECommunicator, N: int, G: int, local: int, C: int, T: int, p
 
     goes = torch.rand(T, N, generator=generator) < 0.7
     goes[:, node] = False
-    messages = torch.zeros(N, _C.message_words(C, G, G * local), dtype=torch.int64)
+    messages = torch.zeros(2, N, _C.message_words(C, G, G * local), dtype=torch.int64)
+    waited = torch.randperm(3 * N, generator=generator)[:N]  # by each node
+    messages[1, :, _C.message_head_words - 1] = waited
+    came_last = int(waited.argmin())
     numbers, expected, row = torch.full((T, N), -1), torch.full((T, N), -1), 0
     most = max(last - first for first, last in itertools.pairwise(bounds)) + 2
     for chunk, (first, last) in enumerate(itertools.pairwise(bounds)):
@@ -339,7 +342,7 @@ def _places(comm: MoECommunicator, N: int, G: int, local: int, C: int, T: int, p
             place = torch.where(of_leg, of_leg.cumsum(0) - 1, -1)
             numbers[first:last, to] = place
             expected[first:last, to] = torch.where(of_leg, place + row, -1)
-            messages[to, len(_C.header_fields) + _C.rail_overflow_words + chunk] = of_leg.sum()
+            messages[0, to, _C.message_head_words + chunk] = of_leg.sum()
             row += most if padded else int(of_leg.sum())
 
     at = _C.meta_layout(G, G * local, origins)
@@ -355,6 +358,8 @@ def _places(comm: MoECommunicator, N: int, G: int, local: int, C: int, T: int, p
     group = _C.Nodes(
         rank_place=rank_place.data_ptr(), num_ranks=N * G, num_experts=N * G * local, num_chunks=C, node=node
     )
+    waits = torch.arange(_C.waited_for + N).to(here())
+    group.waits = 0 if seed == 3 else waits.data_ptr()
     comm.engine.kernels.place(
         _C.PlaceArgs(
             comm=ours,
@@ -369,6 +374,10 @@ def _places(comm: MoECommunicator, N: int, G: int, local: int, C: int, T: int, p
         )
     )
     same_bits("rail_rows", rail_rows.cpu(), expected.int())
+    counted = torch.arange(_C.waited_for + N)
+    if seed != 3:
+        counted[_C.waited_for + came_last] += waited[node] - waited[came_last]
+    same_bits("waits", waits.cpu(), counted)
     sources = []
     for each in range(N * G):
         source, index = node_map.node_of(each), node_map.local_rank_of(each)

@@ -30,7 +30,7 @@ N, G, LOCAL, T, K = 128, 8, 4, 4096, 8
 R, E = N * G, N * G * LOCAL
 C, M, ORIGINS = 4, 5, N - 1
 HEADER = len(_C.header_fields)
-FIRST = HEADER + _C.rail_overflow_words  # of the counts in a message
+FIRST = _C.message_head_words  # of the counts in a message
 NODE, INDEX = 77, 5
 ROOM = 64 + 8 * 8 + 8  # of a chunk's tokens for a node: the mean, 8 standard deviations and 8 more
 FIRST_EXPERT_HERE = (NODE * G) * LOCAL  # where ranks are in order
@@ -157,7 +157,7 @@ def test_tables_are_small_and_quick_to_make() -> None:
     assert time.monotonic() - began < MOST_SECONDS
     assert (nodes.num_nodes, nodes.chunks, nodes.num_segments) == (N, C, M)
     tables = held_by(nodes)
-    assert sorted(len(table) for table in tables) == [R, M * G * ORIGINS]
+    assert sorted(len(table) for table in tables) == [_C.waited_for + N, R, M * G * ORIGINS]
     assert sum(table.nbytes for table in tables) < 16 * E
 
 

@@ -98,7 +98,7 @@ void bind_structs(py::module_& m) {
 }
 
 void bind_dispatch_args(py::module_& m) {
-  EP_STRUCT(m, Nodes, rank_place, num_ranks, num_experts, num_chunks, node);
+  EP_STRUCT(m, Nodes, rank_place, num_ranks, num_experts, num_chunks, node, waits);
   EP_STRUCT(m, Origins, messages, chunk, padded);
   EP_STRUCT(m, PlanArgs, comm, routing, nodes, origins, ids, block_counts, id_bytes, stream);
   EP_STRUCT(m, NotifyArgs, comm, routing, header, nodes, origins, block_counts, ticket, segment, stream);
@@ -140,6 +140,8 @@ void bind_sizes(py::module_& m) {
     return plan_blocks(num_tokens) * plan_block_words(ranks, experts);
   });
   m.attr("rail_overflow_words") = kRailOverflowWords;
+  m.attr("message_head_words") = MessageLayout(1, 1, 1).tokens(0);
+  m.attr("waited_for") = static_cast<int>(kWaitedFor);
   m.def("address", [](const py::object& tensor) {
     return tensor.is_none() ? Address{0} : tensor.attr("data_ptr")().cast<Address>();
   });

@@ -57,6 +57,7 @@ struct Nodes {
   int32_t num_experts;  // of all nodes
   int32_t num_chunks;   // into which each rank cuts its tokens
   int32_t node;         // this rank's
+  Address waits;        // int64 [kWaitedFor + N], enum NodeWaits; 0: nobody measures waits
 };
 
 // The counts that ranks of other nodes have sent, as LayoutArgs::messages has them. The tokens of one chunk, one node's
@@ -286,7 +287,7 @@ struct LayoutArgs {
   Address counts;     // out: int32 [R + num_nodes + E]: tokens of each rank, of each node, of each expert; or 0
   Address in_rank;    // out: bool [T,R]: whether the token has an expert on the rank; or 0
   Address messages;   // out: int64 [2, N, message_words] by node: the first half, and of the other this node's
-                      // rail_overflow. Or 0: then this and what follows is not used
+                      // rail_overflow and waited. Or 0: then this and what follows is not used
   Address rail_rows;  // out: int32 [T,N]: the token's number among those of its chunk for the node; -1: none, left
                       // out, own node
   Address own_ids;    // out: int32 [T,K]: the ids; -1: dropped

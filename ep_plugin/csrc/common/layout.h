@@ -162,18 +162,25 @@ EP_HD constexpr int64_t count_row_bytes(int R, int E, int O) {
 }
 
 // The message of a dispatch to the rank with the same number on another node, int64: the Header; what the sender has
-// left out of its rows for all nodes; for each of the C chunks the tokens for the node; then for each chunk the tokens
-// for each of the node's R ranks and the pairs for each of its E experts. Tokens that were left out for the node are
-// only in the tokens of each chunk. Rows are left out where a dispatch with a capacity has less room for a node than
-// its tokens need.
+// left out of its rows for all nodes; how long it waited for messages in its dispatch before; for each of the C chunks
+// the tokens for the node; then for each chunk the tokens for each of the node's R ranks and the pairs for each of its
+// E experts. Tokens that were left out for the node are only in the tokens of each chunk. Rows are left out where a
+// dispatch with a capacity has less room for a node than its tokens need.
 struct MessageLayout {
   int num_chunks, keys;
   EP_HD constexpr MessageLayout(int C, int R, int E) : num_chunks(C), keys(R + E) {}
   EP_HD constexpr int64_t rail_overflow() const { return kHeaderFields; }
-  EP_HD constexpr int64_t tokens(int chunk) const { return kHeaderFields + kRailOverflowWords + chunk; }
+  EP_HD constexpr int64_t waited() const { return kHeaderFields + kRailOverflowWords; }
+  EP_HD constexpr int64_t tokens(int chunk) const { return waited() + 1 + chunk; }
   EP_HD constexpr int64_t parts(int chunk) const { return tokens(num_chunks) + int64_t{chunk} * keys; }
   EP_HD constexpr int64_t words() const { return parts(num_chunks); }
 };
+
+// The words of Nodes::waits, in nanoseconds: when layout wrote the messages of a dispatch; how long after that plan
+// ran; and how long this rank has waited for each node. The ranks of a rail wait for the one that comes last. It waits
+// the shortest, and place counts what this rank has waited longer. So each dispatch tells who was late in the one
+// before.
+enum NodeWaits : int32_t { kMessagesWritten = 0, kWaited = 1, kWaitedFor = 2 };
 
 struct ControlLayout {
   int64_t consumed;    // u64 [3][R]: epoch up to which peer r has read what this rank wrote to it

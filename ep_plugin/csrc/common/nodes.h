@@ -49,6 +49,8 @@ EP_HD int on_this_node(const PlanArgs& args, int expert) {
   const int place = at<const int32_t>(nodes.rank_place)[expert / per_rank];
   return place / ranks == nodes.node ? place % ranks * per_rank + expert % per_rank : -1;
 }
+// Whether it is the first kernel after the messages of other nodes, and measures how long they took.
+EP_HD bool follows_messages(const PlanArgs& args) { return args.nodes.waits != 0 && args.origins.messages == 0; }
 // Whether the token only pads the tokens of its origin. Then its ids mean nothing.
 EP_HD bool is_padding(const PlanArgs& args, int token) {
   const Origins& origins = args.origins;
@@ -81,6 +83,7 @@ class CountPlaces {
   EP_HD int64_t tokens(int chunk, int node) const { return message(node)[lay_.tokens(chunk)]; }
   EP_HD int64_t* parts(int chunk, int node) const { return message(node) + lay_.parts(chunk); }
   EP_HD int64_t* rail_overflow(int64_t* message) const { return message + lay_.rail_overflow(); }
+  EP_HD int64_t& waited(int64_t* message) const { return message[lay_.waited()]; }
   EP_HD void write(int chunk, int number, int32_t count) const {
     if (args_.messages == 0) {
       at<int32_t>(args_.counts)[number] = count;
@@ -109,6 +112,11 @@ EP_HD void add_left_out(const LayoutArgs& args, int64_t tokens, int64_t* rail_ov
   if (args.padded > 0 && most > rail_overflow[kMostRows]) rail_overflow[kMostRows] = most;
 }
 
+// How long this rank has waited in the dispatch before.
+EP_HD int64_t waited_before(const Nodes& nodes) {
+  return nodes.waits == 0 ? 0 : at<const int64_t>(nodes.waits)[kWaited];
+}
+
 // --- Place ---------------------------------------------------------------------------------------------------------
 
 // The legs of the chunks, in the order of their rows in the rail's buffers: legs of one chunk go to the nodes node + 1,
@@ -127,6 +135,13 @@ EP_HD int64_t rows_of_leg(const PlaceArgs& args, int leg) {
 EP_HD Meta segment_meta(const PlaceArgs& args, int segment) {
   const MetaLayout lay = meta_layout(args.comm.num_ranks, args.comm.num_experts, args.comm.num_origins);
   return meta_at(args.comm, args.metas + 4 * segment * lay.words);
+}
+
+// How long the rank with this rank's number on `node` waited in the dispatch before, as its message says.
+EP_HD int64_t waited_of(const PlaceArgs& args, int node) {
+  const MessageLayout lay = message_layout(args.comm, args.nodes);
+  const int num_nodes = num_nodes_of(args.comm, args.nodes);
+  return at<const int64_t>(args.messages)[(num_nodes + node) * lay.words() + lay.waited()];
 }
 
 // The rows of one origin of a source in one segment. They are contiguous in the output.

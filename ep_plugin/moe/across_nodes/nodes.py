@@ -26,7 +26,7 @@ _HEADER = _C.header_fields
 _words_of = operator.attrgetter(*_HEADER)  # of a header
 _NUM_COMPARED = len(_HEADER) - 1  # all but num_tokens, the last one
 _MOST_CHECKED = 512
-_FIRST_COUNT = len(_HEADER) + _C.rail_overflow_words  # of a message
+_FIRST_COUNT = _C.message_head_words
 
 
 Copied: TypeAlias = tuple[torch.Tensor, Callable[[], bool] | None]
@@ -93,7 +93,8 @@ class Nodes:
         self.order = torch.tensor(places + unused, device=device)
         """``[M * G * O]``, (segment * G + local rank) * O + origin of each source, in the order of the output's rows.
         Then the places that no source has."""
-        engine.load = HighThroughputLoad(engine, self.layout, engine.local_experts, order)
+        self._waits = torch.zeros(_C.waited_for + self.num_nodes, dtype=torch.int64, device=device)
+        engine.load = HighThroughputLoad(engine, self.layout, engine.local_experts, order, self._waits[_C.waited_for :])
         self._rank_place = places_of_ranks(node_map, device)
         self.struct = _C.Nodes(
             rank_place=self._rank_place.data_ptr(),
@@ -101,6 +102,7 @@ class Nodes:
             num_experts=engine.config.num_experts,
             num_chunks=self.chunks,
             node=self.node,
+            waits=0 if self.host_waits else self._waits.data_ptr(),
         )
         """This group as kernels see it."""
         self.checked: set[tuple[Any, ...]] = set()

@@ -48,10 +48,16 @@ class HighThroughputLoad:
     """Counts the operations of one communicator.
 
     sources: in the order of their rows in the output; None: the ranks of the one node.
+    waited_for: int64 ``[N]``, nanoseconds that kernels have waited for the rank of this rail on each node.
     """
 
     def __init__(
-        self, engine: GroupEngine, layout: Any, local_experts: int, sources: Sequence[Source] | None = None
+        self,
+        engine: GroupEngine,
+        layout: Any,
+        local_experts: int,
+        sources: Sequence[Source] | None = None,
+        waited_for: torch.Tensor | None = None,
     ) -> None:
         self._layout, self._local_experts = layout, local_experts
         self._rank, self._size = engine.rank, engine.size
@@ -61,8 +67,12 @@ class HighThroughputLoad:
         self._num_segments = 1 + max(source.segment for source in self._sources)
         self._sums = Sums(engine.name, engine.streams, engine.kernels)
         self._rails = engine.rails
-        self._waited = engine.state[_C.waited_offset :][: 8 * engine.node_size].view(torch.int64)
-        self._waited_before = torch.zeros_like(self._waited)
+        in_node = engine.state[_C.waited_offset :][: 8 * engine.node_size].view(torch.int64)
+        self._waited = [in_node] if waited_for is None else [in_node, waited_for]
+        self._waited_before = torch.cat(self._waited).zero_()
+        self._waited_ranks = list(engine.node_ranks)
+        if waited_for is not None:
+            self._waited_ranks += engine.node_map.rail(engine.index)
         self._before = self._growing()
 
     def dispatched(
@@ -105,7 +115,7 @@ class HighThroughputLoad:
 
     def read(self) -> LoadStats:
         """Returns the load. Waits for the operations that are enqueued."""
-        sums, waited = self._sums.read(lambda: self._waited - self._waited_before)
+        sums, waited = self._sums.read(lambda: torch.cat(self._waited) - self._waited_before)
         at, G = self._layout, len(self._node_ranks)
         sent = received = 0
         dropped = {what: int(sums.pop(what, 0)) for what in (_DROPPED_IDS, _DROPPED_ROWS)}
@@ -127,7 +137,7 @@ class HighThroughputLoad:
                 pairs = metas[0, at.expert_count : at.expert_count + self._size * self._local_experts].sum()
                 dropped[_DROPPED_IDS] += int(kind.topk * metas[0, at.src_tokens + self._index] - pairs)
         growing = self._growing() - self._before
-        growing[2:][torch.tensor(self._node_ranks, device="cpu")] += waited
+        growing[2:].index_add_(0, torch.tensor(self._waited_ranks, device="cpu"), waited)
         counts = {
             op: sum(n for kind, n in self._sums.counts.items() if isinstance(kind, _Kind) and kind.op == op)
             for op in (_DISPATCH, _CACHED_DISPATCH, _COMBINE)
@@ -151,7 +161,7 @@ class HighThroughputLoad:
 
     def reset(self) -> None:
         """Starts at zero again. Waits for nothing."""
-        self._sums.reset(lambda: self._waited_before.copy_(self._waited))
+        self._sums.reset(lambda: self._waited_before.copy_(torch.cat(self._waited)))
         self._before = self._growing()
 
     def _metas(self, plan: torch.Tensor) -> torch.Tensor:

@@ -3,6 +3,7 @@
 #include <vector>
 
 #include "common/nodes.h"
+#include "cpu/core/sync.h"
 #include "cpu/moe/kernels.h"
 
 namespace ep::cpu {
@@ -89,8 +90,11 @@ void layout(const LayoutArgs& args) {
   for (int node = 0; node < args.num_nodes; ++node) {
     std::memcpy(places.message(node), &args.header, sizeof(Header));
     std::memcpy(places.rail_overflow(places.message(node)), rail_overflow, sizeof rail_overflow);
+    places.waited(places.message(node)) = waited_before(args.nodes);
   }
   std::memcpy(places.rail_overflow(places.received_from_here()), rail_overflow, sizeof rail_overflow);
+  places.waited(places.received_from_here()) = waited_before(args.nodes);
+  if (args.nodes.waits != 0) at<int64_t>(args.nodes.waits)[kMessagesWritten] = now_ns();
 }
 
 }  // namespace ep::cpu

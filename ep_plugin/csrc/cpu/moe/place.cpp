@@ -40,12 +40,21 @@ int64_t place_received(const PlaceArgs& args, int local, int64_t start) {
   return rows;
 }
 
+// Counts what this rank has waited longer than the rank of its rail that came last.
+void count_wait(const PlaceArgs& args) {
+  int last = 0;
+  for (int node = 1; node < num_nodes_of(args.comm, args.nodes); ++node)
+    if (waited_of(args, node) < waited_of(args, last)) last = node;
+  at<int64_t>(args.nodes.waits)[kWaitedFor + last] += waited_of(args, args.nodes.node) - waited_of(args, last);
+}
+
 }  // namespace
 
 void place(const PlaceArgs& args) {
   Run run{args.comm, kPlan, 0};
   if (!begin(args.comm, kPlan, &run)) return;
   place_sent(args);
+  if (args.nodes.waits != 0) count_wait(args);
   const int num_segments = args.nodes.num_chunks + 1, per_rank = local_experts(args.comm);
   const int64_t slots = place_received(args, -1, 0);
   int64_t start = 0;

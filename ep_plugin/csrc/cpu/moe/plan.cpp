@@ -21,7 +21,12 @@ int32_t read_expert(const PlanArgs& args, int token, int64_t pair) {
 void plan(const PlanArgs& args) {
   const Comm& comm = args.comm;
   Run run{comm, kPlan, 0};
-  if (!begin(comm, kPlan, &run) || !hold_at_gate(run)) return;
+  if (!begin(comm, kPlan, &run)) return;
+  if (follows_messages(args)) {
+    int64_t* waits = at<int64_t>(args.nodes.waits);
+    waits[kWaited] = now_ns() - waits[kMessagesWritten];
+  }
+  if (!hold_at_gate(run)) return;
   const int R = comm.num_ranks, E = comm.num_experts, K = args.routing.topk, T = args.routing.num_tokens;
   const int per_rank = local_experts(comm);
   const Chunks chunks = chunks_of(T);

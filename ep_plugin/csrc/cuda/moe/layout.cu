@@ -158,6 +158,9 @@ __global__ void __launch_bounds__(kThreads, 1) ep_layout(const __grid_constant__
   const int64_t* header = reinterpret_cast<const int64_t*>(&args.header);
   for (int i = threadIdx.x; i < args.num_nodes * kHeaderFields; i += kThreads)
     places.message(i / kHeaderFields)[i % kHeaderFields] = header[i % kHeaderFields];
+  for (int i = threadIdx.x; i <= args.num_nodes; i += kThreads)
+    places.waited(i < args.num_nodes ? places.message(i) : places.received_from_here()) = waited_before(args.nodes);
+  if (threadIdx.x == 0 && args.nodes.waits != 0) at<uint64_t>(args.nodes.waits)[kMessagesWritten] = ptx::globaltimer();
   if (args.padded > 0) return;  // ep_leave_out writes it
   for (int i = threadIdx.x; i <= args.num_nodes; i += kThreads)
     write_rail_overflow(places, i < args.num_nodes ? places.message(i) : places.received_from_here(), 0, 0);

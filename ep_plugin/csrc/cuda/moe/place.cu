@@ -98,6 +98,24 @@ __device__ void place_output(const PlaceArgs& args) {
   }
 }
 
+// One warp: counts what this rank has waited longer than the rank of its rail that came last.
+__device__ void count_wait(const PlaceArgs& args) {
+  const int N = num_nodes_of(args.comm, args.nodes);
+  int64_t least = INT64_MAX;
+  int last = 0;
+  for (int node = lane_id(); node < N; node += kWarp) {
+    const int64_t waited = waited_of(args, node);
+    if (waited < least) {
+      least = waited;
+      last = node;
+    }
+  }
+  const int64_t of_all = -max_of_warp(-least);
+  const int lane = __ffs(__ballot_sync(kAllLanes, least == of_all)) - 1;
+  last = __shfl_sync(kAllLanes, last, lane);
+  if (lane_id() == 0) at<int64_t>(args.nodes.waits)[kWaitedFor + last] += waited_of(args, args.nodes.node) - of_all;
+}
+
 // One warp: where the rows of each leg begin, [C][N].
 __device__ void begin_legs(const PlaceArgs& args, int64_t* begins) {
   const int N = num_nodes_of(args.comm, args.nodes), legs = args.nodes.num_chunks * (N - 1);
@@ -129,10 +147,12 @@ __device__ void place_sent(const PlaceArgs& args) {
 
 __global__ void __launch_bounds__(kPlaceThreads) ep_place(const __grid_constant__ PlaceArgs args) {
   if (!enter(args.comm, kPlan).ok) return;
-  if (blockIdx.x == 0)
+  if (blockIdx.x == 0) {
+    if (args.nodes.waits != 0 && warp_id() == 0) count_wait(args);
     place_output(args);
-  else
+  } else {
     place_sent(args);
+  }
 }
 
 }  // namespace

@@ -59,7 +59,13 @@ __global__ void __launch_bounds__(kPlanThreads) ep_plan(const __grid_constant__ 
   ptx::launch_dependents();
   const Run run = enter(args.comm, kPlan);
   if (!run.ok) return;
-  if (blockIdx.x == 0 && threadIdx.x == 0) hold_at_gate(run);
+  if (blockIdx.x == 0 && threadIdx.x == 0) {
+    if (follows_messages(args)) {
+      uint64_t* waits = at<uint64_t>(args.nodes.waits);
+      waits[kWaited] = ptx::globaltimer() - waits[kMessagesWritten];
+    }
+    hold_at_gate(run);
+  }
   const int64_t words = plan_block_words(args.comm.num_ranks, args.comm.num_experts);
   for (int i = threadIdx.x; i < words; i += blockDim.x) counts[i] = 0;
   __syncthreads();
