@@ -1,4 +1,4 @@
-"""The time, the requests to the store and the memory of a communicator's construction, over 2 to 64 nodes of one CPU rank.
+"""The time, the store's requests and the memory of a communicator's construction, over 2 to 64 nodes of one CPU rank.
 
     python benchmarks/construction.py OUT.json [NODES ...]
 

@@ -7,8 +7,8 @@ others read. If a post names another step, the leader or rank 0 writes the posts
 rank that fails writes one key, which all ranks watch. A rank deletes its keys two exchanges later, when every peer has
 read them. The last rank to close deletes the rest.
 
-In a step that succeeds, a rank reads at most about 2 sqrt(R) keys of R ranks. To name the ranks that are missing, a rank
-at its deadline looks for the keys of all ranks.
+In a step that succeeds, a rank reads the keys of about 2 sqrt(R) of R ranks at most. At its deadline, a rank looks for
+the keys of all ranks, to name those that are missing.
 
 Ranks agree on the nonce when they first use an exchange (agreement.py). So they never read keys of an earlier process
 group on the same store. A rank that has missed a construction raises its peers' error, or joins them if they retry. All
