@@ -17,6 +17,7 @@ These values are the largest of all ranks. A time is from the first rank's call 
 
 from __future__ import annotations
 
+import functools
 import gc
 import json
 import math
@@ -37,7 +38,7 @@ from ep_plugin import MoECommunicator, MoECommunicatorConfig
 from ep_plugin.bench.suite import OverNodes, row
 from ep_plugin.bench.timing import Sample, summarise
 from ep_plugin.counts import held_bytes
-from ep_plugin.testing.counted_store import counted
+from ep_plugin.testing.counted_store import CountedStore, counted
 
 NODES = (2, 4, 8, 16, 32, 64)
 WHICH = ("first", "second")
@@ -58,7 +59,8 @@ class Construction(OverNodes):
             return MoECommunicator(None, config, device)
 
         before = _open_files_and_threads()
-        counts = in_turn(make, _counts)
+        with counted() as store:
+            counts = in_turn(make, functools.partial(_counts, store))
         for which in WHICH:
             after = counts[which].pop("process")
             counts[which] |= {"sockets": after[0] - before[0], "threads": after[1] - before[1]}
@@ -92,12 +94,13 @@ def _timed(make: Callable[[], MoECommunicator], kept: ExitStack) -> Sample:
     return began / 1e3, ended / 1e3, math.nan
 
 
-def _counts(make: Callable[[], MoECommunicator], kept: ExitStack) -> dict[str, Any]:
+def _counts(store: CountedStore, make: Callable[[], MoECommunicator], kept: ExitStack) -> dict[str, Any]:
     gc.collect()
     before = _storages()
+    store.requests.clear()
+    store.keys_read.clear()
     tracemalloc.start()
-    with counted() as store:
-        comm = make()
+    comm = make()
     gc.collect()
     python_bytes = tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()
