@@ -69,7 +69,7 @@ def _construct(rank: int, size: int) -> list[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("nodes", "per_node"), [(2, 2), (2, 8), (4, 4), (8, 2), (16, 1)])
+@pytest.mark.parametrize(("nodes", "per_node"), [(2, 2), (2, 8), (4, 4), (8, 2), (16, 1), (8, 8)])
 def test_reads_of_a_construction_grow_with_nodes_and_ranks_per_node(nodes: int, per_node: int) -> None:
     size = nodes * per_node
     found = values(run_ranks(size, _construct, size, env={"EP_PLUGIN_RANKS_PER_NODE": str(per_node)}, timeout_s=200))
