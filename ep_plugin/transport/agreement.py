@@ -2,11 +2,13 @@
 
 Every rank posts a token, rank 0 invites the tokens that it finds, each rank accepts, and rank 0 seals. The nonce is the
 token of rank 0. A rank may leave the attempt before that and begin another one. Then its token is gone, or rank 0's
-nonce is.
+nonce is. Rank 0 finds tokens and answers of other branches in the copies that their leaders post (branches.py). A copy
+may be old. That does no harm: a rank leaves only after a failure, and rank 0 looks for failures before it looks for
+answers.
 
 All attempts of a group share these keys, so a rank may find the failure of an attempt that it was too late for, or has
 missed. It raises that failure, with one exception: the failed rank had waited in vain, and takes the same step again
-within 2 s. Then both retry together.
+within 2 s. Then both retry together. A rank that finds a failure reads the failures of all ranks.
 """
 
 from __future__ import annotations
@@ -16,11 +18,18 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from ep_plugin.transport.branches import Branches
+
 Posts = dict[int, dict[str, Any]]  # by index in an exchange's ranks
 Read = Callable[[dict[int, str]], Posts]
 
 _RETRY_S = 2.0  # ranks that retry together come within this time of each other
 _reported: set[str] = set()  # tokens of attempts whose failure this process has raised, or need not raise
+
+
+def by_rank(posts: dict[Any, dict[str, Any]]) -> Posts:
+    """Returns posts that come from JSON, which makes text of the ranks."""
+    return {int(rank): post for rank, post in posts.items()}
 
 
 class Attempt:
@@ -40,9 +49,11 @@ class Attempt:
     def __init__(self, scope: str, rank: int, size: int, number: int) -> None:
         self.token, self.number, self.nonce = secrets.token_hex(8), number, ""
         self._scope, self._rank, self._own_number = scope, rank, number
+        self._branches = Branches(rank, size)
         self._others = [other for other in range(size) if other != rank]
         self._missing = list(self._others) if rank == 0 else [0]
         self._invited: list[str] = []
+        self._passed_on: dict[str, Posts] | None = None
         self._accepted: dict[str, Any] = {}
         self._latest = ""  # token of the latest failure whose keys this rank has read
 
@@ -70,11 +81,16 @@ class Attempt:
 
     def advance(self) -> bool:
         """Goes on as far as the other ranks' posts allow. Returns whether all ranks agree. Raises a peer's failure."""
-        return self._lead() if self._rank == 0 else self._follow()
+        if self._rank == 0:
+            return self._lead()
+        agreed = self._follow()
+        if self._branches.passes_on and not agreed:
+            self._pass_on()
+        return agreed
 
     def end(self) -> None:
         """Takes back the posts of this rank after the agreement: it waits for no peer any more."""
-        self._post("join", self._rank, {"token": ""})
+        self._write(self.withdrawal())
         self._post("failure", self._rank, {"number": 0})
 
     def release(self) -> None:
@@ -82,13 +98,19 @@ class Attempt:
         del self._read, self._write, self._error_of
 
     def missing(self, read: Read) -> list[int]:
-        """Returns the ranks that this one waits for."""
-        there = self._joined(self._others, read)
-        return [rank for rank in self._others if rank not in there] or self._missing
+        """Returns the ranks that this one waits for. It reads the posts of all ranks."""
+        joined = self._joined(self._others, read)
+        missing = [rank for rank in self._others if rank not in joined]
+        if not missing and self._invited:
+            missing = self._unanswered(joined, self._get("accept", self._others, read))
+        return missing or sorted({self._branches.source(rank) for rank in self._missing})
 
     def withdrawal(self) -> dict[str, Any]:
-        """Returns the post, by key, after which rank 0 does not invite this token any more."""
-        return {self._key("join", self._rank): {"token": ""}}
+        """Returns the posts, by key, after which rank 0 does not invite this token any more."""
+        posts: dict[str, Any] = {self._key("join", self._rank): {"token": ""}}
+        if self._branches.passes_on:
+            posts[self._key("branch", self._rank)] = {"join": {}, "accept": {}}
+        return posts
 
     def failure(self, failure: dict[str, Any], waited: bool) -> dict[str, Any]:
         """Returns the posts, by key, that make peers raise `failure`. waited: this rank has waited for them in vain."""
@@ -101,18 +123,16 @@ class Attempt:
 
     def _lead(self) -> bool:
         self._raise_failure()
-        there = self._joined(self._others)
-        tokens = {rank: post["token"] for rank, post in there.items()}
-        answers = {rank: (post["nonce"], post["token"]) for rank, post in self._get("accept", self._others).items()}
-        self._missing = [rank for rank in self._others if answers.get(rank) != (self.token, tokens.get(rank))]
-        everyone = [self.token, *tokens.values()]
+        joined, accepted = self._found()
+        self._missing = [rank for rank in self._others if rank not in joined] or self._unanswered(joined, accepted)
+        everyone = [self.token, *(post["token"] for post in joined.values())]
         if not self._missing:
             self._post("failed", 0, {"token": ""})  # the peers that an earlier failure was about have come
             self._post("sealed", 0, {"nonce": self.token})
             self.nonce = self.token
-        elif len(there) == len(self._others) and everyone != self._invited:
+        elif len(joined) == len(self._others) and everyone != self._invited:
             self._invited = everyone
-            self.number = max(self.number, *(post["number"] for post in there.values()))
+            self.number = max(self.number, *(post["number"] for post in joined.values()))
             self._post("invitation", 0, {"nonce": self.token, "number": self.number, "tokens": everyone})
         return not self._missing
 
@@ -131,6 +151,28 @@ class Attempt:
             return False
         self.nonce, self.number = self._accepted["nonce"], self._accepted["number"]
         return True
+
+    def _pass_on(self) -> None:
+        """Posts copies of what the ranks of this branch have posted, for rank 0."""
+        joined, accepted = self._found()
+        found = {"join": joined, "accept": accepted}
+        if found != self._passed_on:
+            self._post("branch", self._rank, found)
+            self._passed_on = found
+
+    def _found(self) -> tuple[Posts, Posts]:
+        """Returns the tokens and the answers of the ranks of this branch, and on rank 0 of all other ranks."""
+        ranks = [rank for rank in self._branches.own if rank > 0]
+        joined, accepted = self._joined(ranks), self._get("accept", ranks)
+        for found in self._get("branch", self._branches.leaders).values():
+            joined |= by_rank(found["join"])
+            accepted |= by_rank(found["accept"])
+        return joined, accepted
+
+    def _unanswered(self, joined: Posts, accepted: Posts) -> list[int]:
+        """Returns the other ranks that have not accepted rank 0's invitation with the token that they have now."""
+        wanted = {rank: {"nonce": self.token, "token": post["token"]} for rank, post in joined.items()}
+        return [rank for rank in self._others if accepted.get(rank) != wanted[rank]]
 
     def _raise_failure(self) -> None:
         failed = self._latest_failure()

@@ -1,10 +1,14 @@
 """All-gather of small values between the ranks of a process group, with a deadline, over the group's own store.
 
 Ranks use it before they share memory. For each exchange a rank posts one key, ``ep_plugin/<nonce>/<n>/<rank>``, with
-the name of its step and its value. Rank 0 reads these posts and writes all of them to ``<n>/all``, which the others
-read. So more ranks mean more requests of rank 0 only. If a post names another step, rank 0 writes the posts that it
-has, and all ranks raise. A rank that fails writes one key, which all ranks watch. A rank deletes its keys two exchanges
-later, when every peer has read them. The last rank to close deletes the rest.
+the name of its step and its value. The leader of a branch (branches.py) reads the posts of its branch and adds them to
+its own key. Rank 0 reads the keys of its branch and of the leaders, and writes all posts to ``<n>/all``, which the
+others read. If a post names another step, the leader or rank 0 writes the posts that it has, and all ranks raise. A
+rank that fails writes one key, which all ranks watch. A rank deletes its keys two exchanges later, when every peer has
+read them. The last rank to close deletes the rest.
+
+In a step that succeeds, a rank reads the keys of about 2 sqrt(R) of R ranks at most. At its deadline, a rank looks for
+the keys of all ranks, to name those that are missing.
 
 Ranks agree on the nonce when they first use an exchange (agreement.py). So they never read keys of an earlier process
 group on the same store. A rank that has missed a construction raises its peers' error, or joins them if they retry. All
@@ -26,7 +30,8 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ep_plugin.errors import DisagreementError, EpPluginError, PeerTimeout, error_of_peer, reason_of
-from ep_plugin.transport.agreement import Attempt, Posts
+from ep_plugin.transport.agreement import Attempt, Posts, by_rank
+from ep_plugin.transport.branches import Branches
 from ep_plugin.transport.groups import Group, checked_group, name_of, timeout_of
 from ep_plugin.transport.threads import call_in_thread
 
@@ -96,6 +101,7 @@ class Exchange:
         while isinstance(self._below, c10d.PrefixStore):
             self._below = self._below.underlying_store
         scope = "ep_plugin/all" if ranks is None else f"ep_plugin/from{self.ranks[0]}"
+        self._branches = Branches(self.rank, self.size)
         self._attempt = Attempt(scope, self.rank, self.size, number)
         self._nonce = ""  # agreed at the first exchange
         self._count = self._done = 0  # exchanges that have begun, and those that have succeeded
@@ -152,7 +158,7 @@ class Exchange:
         Raises:
             PeerTimeout: the deadline passed, here or on a peer; it names the missing ranks, or the store if that does
                 not answer.
-            DisagreementError: a peer is in another step, once rank 0 has come.
+            DisagreementError: a peer is in another step, once rank 0 and the leader of the peer's branch have come.
             PeerAborted: a peer has failed. After any of these errors every further call raises it again.
         """
         with self._lock:
@@ -229,41 +235,61 @@ class Exchange:
         """
         step, posts = own["step"], {0: own}
 
-        def missing() -> list[int]:
-            return [rank for rank in range(self.size) if rank not in posts]
-
         def poll() -> bool:
-            found = self._ask(step, deadline, self._read, {rank: self._key(turn, rank) for rank in missing()})
-            posts.update(found)
-            is_over = len(posts) == self.size or any(post["step"] != step for post in found.values())
+            is_over = self._add_posts(posts, range(self.size), turn, step, deadline)
             if len(posts) == self.size or not is_over:
                 self._raise_failure(turn, step, deadline)
             if is_over:
                 self._ask(step, deadline, self._write, {self._key(turn, "all"): posts})
             return is_over
 
-        self._poll(poll, deadline, lambda: self._late(missing(), step))
+        def late() -> PeerTimeout:
+            behind = {self._branches.source(rank) for rank in range(self.size) if rank not in posts}
+            return self._late(self._without_post(turn, step) or sorted(behind), step)
+
+        self._poll(poll, deadline, late)
         return posts
 
     def _receive(self, turn: int, step: str, deadline: float) -> Posts:
-        """Returns on another rank the posts that rank 0 has collected for exchange `turn`, by rank."""
+        """Returns on another rank the posts that rank 0 has collected for exchange `turn`, by rank.
+
+        If this rank leads a branch, it passes the posts of the branch on to rank 0.
+        """
         posts: Posts = {}
+        branch: Posts = {}
+        has_passed_on = not self._branches.passes_on
 
         def poll() -> bool:
+            nonlocal has_passed_on
+            if not has_passed_on and self._add_posts(branch, self._branches.own, turn, step, deadline):
+                self._ask(step, deadline, self._write, {self._key(turn, self.rank): branch})
+                has_passed_on = True
             found = self._get(step, deadline, self._key(turn, "all"))
             if found is None:
                 self._raise_failure(turn, step, deadline)
                 return False
-            posts.update({int(rank): post for rank, post in found.items()})
+            posts.update(by_rank(found))
             return True
 
-        def late() -> PeerTimeout:
-            keys = [(rank, self._key(turn, rank)) for rank in range(self.size)]
-            there = dict(self._ask(step, time.monotonic() + _LEAVE_S, self._existing, keys))
-            return self._late([rank for rank, _ in keys if rank not in there] or [0], step)
-
-        self._poll(poll, deadline, late)
+        self._poll(poll, deadline, lambda: self._late(self._without_post(turn, step) or [0], step))
         return posts
+
+    def _add_posts(self, posts: Posts, ranks: range, turn: int, step: str, deadline: float) -> bool:
+        """Adds to `posts` what this rank finds from `ranks`. Returns whether they are complete, or in different steps.
+
+        The key of a leader has its own post first, and those of its branch later.
+        """
+        sources = dict.fromkeys(self._branches.source(rank) for rank in ranks if rank not in posts)
+        keys = {rank: self._key(turn, rank) for rank in sources}
+        for found in self._ask(step, deadline, self._read, keys).values():
+            posts.update(by_rank(found))
+        return len(posts) == len(ranks) or any(post["step"] != step for post in posts.values())
+
+    def _without_post(self, turn: int, step: str) -> list[int]:
+        """Returns the ranks that have not posted for exchange `turn`."""
+        keys = [(rank, self._key(turn, rank)) for rank in range(self.size)]
+        there = dict(self._ask(step, time.monotonic() + _LEAVE_S, self._existing, keys))
+        return [rank for rank, _ in keys if rank not in there]
 
     def _raise_failure(self, turn: int, step: str, deadline: float) -> None:
         """Raises if a rank has failed in exchange `turn`, or before it."""
@@ -393,7 +419,7 @@ class Exchange:
         return self._existing(keys[:half]) + self._existing(keys[half:]) if half else []
 
     def _post(self, turn: int, post: dict[str, Any]) -> None:
-        self._store.set(self._key(turn, self.rank), json.dumps(post))
+        self._store.set(self._key(turn, self.rank), json.dumps({self.rank: post}))
         if turn > 1:  # all ranks have begun the exchange before this one, so they have read the posts before that
             self._delete([self._key(turn - 2, self.rank)])
             if self.rank == 0:
