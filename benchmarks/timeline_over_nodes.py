@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,13 +64,17 @@ def timeline(call: Callable[[], Any]) -> list[dict[str, Any]]:
     """Kernels and copies of one call in the order of their starts, in microseconds from the first. Collective."""
     for _ in range(WARMUPS):
         call()
-    torch.cuda.synchronize()
-    dist.barrier()
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        call()
+    for _ in range(2):  # the first profile of a process begins late
         torch.cuda.synchronize()
+        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+            dist.barrier()
+            torch.cuda.synchronize()
+            began = time.time_ns()
+            call()
+            torch.cuda.synchronize()
     cuda = torch.autograd.DeviceType.CUDA
-    events = [event for event in profiler.profiler.kineto_results.events() if event.device_type() == cuda]
+    found = profiler.profiler.kineto_results.events()
+    events = [event for event in found if event.device_type() == cuda and event.start_ns() >= began]  # no barrier's
     events = sorted((event for event in events if event.duration_ns() > 0), key=lambda event: event.start_ns())
     work = [
         {
