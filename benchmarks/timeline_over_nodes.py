@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,16 +64,13 @@ def timeline(call: Callable[[], Any]) -> list[dict[str, Any]]:
     for _ in range(WARMUPS):
         call()
     for _ in range(2):  # the first profile of a process begins late
+        dist.barrier()
         torch.cuda.synchronize()
         with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-            dist.barrier()
-            torch.cuda.synchronize()
-            began = time.time_ns()
             call()
             torch.cuda.synchronize()
     cuda = torch.autograd.DeviceType.CUDA
-    found = profiler.profiler.kineto_results.events()
-    events = [event for event in found if event.device_type() == cuda and event.start_ns() >= began]  # no barrier's
+    events = [event for event in profiler.profiler.kineto_results.events() if event.device_type() == cuda]
     events = sorted((event for event in events if event.duration_ns() > 0), key=lambda event: event.start_ns())
     work = [
         {

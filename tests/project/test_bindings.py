@@ -29,6 +29,7 @@ NO_STRUCTS = (
     _C.KnownCollective,
     _C.Ways,
     _C.StreamOrder,
+    _C.StreamSwitch,
     _C.SmBudget,
     _C.Call,
     _C.CallLog,
