@@ -308,7 +308,7 @@ struct PlaceArgs {
   Comm comm;
   Nodes nodes;
   Address metas;      // int32 [M, meta_layout.words]: rewrites what places rows in the output
-  Address messages;   // int64 [N, message_words]: those that this rank sends
+  Address messages;   // int64 [2, N, message_words] as LayoutArgs has them. The second half is read for nodes.waits
   Address rail_rows;  // int32 [T,N] as layout left it. Becomes the row of the buffers; -1: none
   int32_t num_tokens;
   int32_t padded;     // rows of each message's chunk in the buffers; 0: as many as it has

@@ -1,8 +1,9 @@
 // Place: gives the rows of a dispatch over several nodes their places in the rail's buffers and in the output.
 //
 // Roles. CTA 0 places the rows of the output. A warp takes one kind of rows at a time: the slots, or the pairs for one
-// local expert. First all kinds are counted, then every kind gets its first row, and then every source. The other CTAs
-// place the rows that leave: each computes where the rows of every leg begin, and adds that to its part of rail_rows.
+// local expert. First all kinds are counted, then every kind gets its first row, and then every source. Its first warp
+// also counts who was late (NodeWaits). The other CTAs place the rows that leave: each computes where the rows of every
+// leg begin, and adds that to its part of rail_rows.
 // Memory order. The kernel touches this rank's memory only, and waits for nothing. Each word has one writer at a time:
 // the lanes of a warp, which meet between two writes.
 #include <algorithm>
