@@ -114,6 +114,15 @@ def test_the_accelerate_loop_has_the_losses_of_stock_fsdp2(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
+def test_over_two_nodes_a_model_has_the_losses_of_one_node() -> None:
+    pytest.importorskip("transformers")
+    run = functools.partial(on_ranks, str(ROOT / "examples" / "train_qwen3_moe.py"), ranks=4)
+    one_node, two_nodes = losses_in(run()), losses_in(run(EP_PLUGIN_RANKS_PER_NODE="2"))
+    assert len(one_node) >= 5 and one_node[-1] < one_node[0]
+    assert two_nodes == pytest.approx(one_node, rel=1e-3)
+
+
+@pytest.mark.slow
 def test_the_megatron_example_has_the_losses_of_stock(tmp_path: Path) -> None:
     pytest.importorskip("megatron")
     compare_megatron_with_stock(tmp_path, functools.partial(on_ranks, *ON_CPUS, ranks=4))
