@@ -67,12 +67,14 @@ class Construction(OverNodes):
         samples = [in_turn(make, _timed) for _ in range(self.iterations)]
         everyone: list[Any] = [None] * self.ranks
         dist.all_gather_object(everyone, (counts, samples))
-        rows = []
+        rows, most, case = [], [], f"{self.nodes}_nodes"
         for which in WHICH:
             timing = summarise([[sample[which] for sample in theirs] for _, theirs in everyone])
-            most = {name: max(theirs[which][name] for theirs, _ in everyone) for name in counts[which]}
-            rows.append(row(f"{self.nodes}_nodes", which, timing, 0) | most)
-        return {"rows": rows, "notes": ["bytes_wire, gb_s and sms are those of operations, and empty here"]}
+            rows.append(row(case, which, timing, 0))
+            most.append({name: max(theirs[which][name] for theirs, _ in everyone) for name in counts[which]})
+            most[-1] |= {"case": case, "impl": which}
+        notes = ["bytes_wire, gb_s and sms are those of operations, and empty here"]
+        return {"rows": rows, "counts": most, "notes": notes}
 
 
 def in_turn(make: Callable[[], MoECommunicator], measured: Callable[..., Any]) -> dict[str, Any]:
@@ -136,9 +138,9 @@ def main(out: Path, nodes: list[int]) -> None:
     made: dict[str, Any] = {}
     for num_nodes in nodes:
         found = Construction(backend="cpu", ranks=num_nodes, nodes=num_nodes, iterations=7).run()
-        made = found | {"rows": made.get("rows", []) + found["rows"]}
-        for line in found["rows"]:
-            print(f"{line['case']}, {line['impl']}: {line['median_us'] / 1e3:.0f} ms, {line['keys_read']} keys read")
+        made = found | {name: made.get(name, []) + found[name] for name in ("rows", "counts")}
+        for line, counts in zip(found["rows"], found["counts"], strict=True):
+            print(f"{line['case']}, {line['impl']}: {line['median_us'] / 1e3:.0f} ms, {counts['keys_read']} keys read")
     made["command"] = " ".join(["python benchmarks/construction.py", out.as_posix(), *map(str, nodes)])
     out.write_text(json.dumps(made, indent=1) + "\n")
 

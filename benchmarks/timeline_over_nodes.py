@@ -36,7 +36,7 @@ class Timeline(OverNodes, ExchangeSuite):
     chunks: int
 
     def command(self) -> str:
-        return f"python benchmarks/timeline_over_nodes.py --nodes {self.nodes} --chunks {self.chunks}"
+        return f"python benchmarks/timeline_over_nodes.py OUT.json --nodes {self.nodes} --chunks {self.chunks}"
 
     def measure(self, device: torch.device) -> dict[str, Any]:
         batch = batches(self.workload, torch.bfloat16, device)[dist.get_rank()]

@@ -125,11 +125,10 @@ class _Struct:
 def find_torch(torch: ModuleType) -> None:
     """Finds PyTorch's C functions in its loaded library, and its interface for tensors. ImportError: one is missing."""
 
-def form_of(*tensors: object, free_rows: bool = False) -> bytes | None:
+def form_of(*tensors: object) -> bytes | None:
     """All that kernels must know of tensors but for addresses and values, as bytes: dtypes, devices, sizes, strides,
     and how far each begins past a multiple of row_align; also which are None. None for others than dense tensors whose
-    values are all in memory, as a kernel reads them: those have no form. free_rows: the number of a tensor's rows is no
-    part of its form, unless it is 0 or 1."""
+    values are all in memory, as a kernel reads them: those have no form."""
 
 class StreamSwitch:
     """Makes a stream the current one in a block. Without arguments it does nothing.

@@ -113,7 +113,8 @@ class MoECommunicator:
         self.in_flight, self.handle_sizes = InFlight(engine), engine
         self.new_dispatch, self.new_combine = functools.partial(Dispatch, engine), functools.partial(Combine, engine)
         if engine.rails.nodes:
-            nodes = self.nodes = self.handle_sizes = Nodes(engine)
+            with torch.inference_mode(False):  # what it makes is written to outside of the caller's mode
+                nodes = self.nodes = self.handle_sizes = Nodes(engine)
             self.new_dispatch = functools.partial(DispatchAcrossNodes, nodes)
             self.new_combine = functools.partial(CombineAcrossNodes, nodes)
         return f"{engine.config_hash} {engine.size} {engine.node_map.num_nodes} {engine.meta_words} {_C.num_totals}"

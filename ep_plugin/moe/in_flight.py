@@ -112,7 +112,7 @@ class InFlight(Serving):
         with self._engine.lock:
             self.complete()
             operation.check()
-            counts.served(self.serves, kind=counts.DISPATCHES)
+            counts.served(self._serves, kind=counts.DISPATCHES)
             self._engine.run(operation.name, self._start, operation, nbytes=operation.rows.nbytes, part=SEND_PART)
             operation.call = self._engine.last_call
             operation.number = next(self._numbers)

@@ -92,6 +92,7 @@ def _watched(inputs: tuple[Any, ...]) -> bool:
     if is_traced() or torch._C._autograd._profiler_enabled():
         return True
     for tensor in inputs[: autograd.NUM_TENSORS]:
+        # As is_lazy asks. A call would cost each operation.
         if tensor is not None and (type(tensor) not in PLAIN or tensor.is_neg() or tensor._is_zerotensor()):
             return True
     return False

@@ -97,9 +97,9 @@ class LoadStats(NamedTuple):
     """int64 ``[R]``, nanoseconds that this rank waited for each rank.
 
     - On CPUs: time that the host waited for signals from ranks of this node and for messages from other nodes.
-    - On GPUs: time that a kernel waited until a rank of this node began the same operation. Of other nodes' ranks, only
-      the one that came last to the exchange of counts in a dispatch that makes a routing: how much later than this rank
-      it came. The next such dispatch adds that time.
+    - On GPUs: time that a kernel waited until a rank of this node began the same operation. For ranks of other nodes, a
+      dispatch that makes a routing counts how much later than this rank the last one came to the exchange of counts.
+      The next such dispatch adds that time, which includes pauses of this rank's own host.
     - In mode="ll": time of the longest-waiting thread in receive halves and in the send half of combines. Operations
       whose caller passed a tensor for these times do not count.
     """

@@ -131,7 +131,7 @@ class BaseEngine(ABC):
         `_C.CallLog.begin`.
         """
         with self.lock, on_device(self.device):
-            if self.device in running:
+            if self.device in running:  # here, since a call would cost each operation
                 self.check_not_running(what)
             if self._error is None and not self.closed:
                 self.last_call = self.call_log.begin(what, part, nbytes, continues)

@@ -3,8 +3,8 @@
 Every rank posts a token, rank 0 invites the tokens that it finds, each rank accepts, and rank 0 seals. The nonce is the
 token of rank 0. A rank may leave the attempt before that and begin another one. Then its token is gone, or rank 0's
 nonce is. Rank 0 finds tokens and answers of other branches in the copies that their leaders post (branches.py). A copy
-may be old. That does no harm: a rank leaves only after a failure, and rank 0 looks for failures before it looks for
-answers.
+may be old by one poll of its leader. If rank 0 seals an attempt in this time, after one of its ranks has left, the
+others wait for that rank to their deadline, as for a rank that leaves right after the seal.
 
 All attempts of a group share these keys, so a rank may find the failure of an attempt that it was too late for, or has
 missed. It raises that failure, with one exception: the failed rank had waited in vain, and takes the same step again
@@ -102,7 +102,10 @@ class Attempt:
         joined = self._joined(self._others, read)
         missing = [rank for rank in self._others if rank not in joined]
         if not missing and self._invited:
-            missing = self._unanswered(joined, self._get("accept", self._others, read))
+            unanswered = self._unanswered(joined, self._get("accept", self._others, read))
+            # A rank that has another token now is not invited if its leader has not passed that on.
+            is_invited = {rank: joined[rank]["token"] in self._invited for rank in unanswered}
+            missing = sorted({rank if is_invited[rank] else self._branches.source(rank) for rank in unanswered})
         return missing or sorted({self._branches.source(rank) for rank in self._missing})
 
     def withdrawal(self) -> dict[str, Any]:

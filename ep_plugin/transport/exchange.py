@@ -245,7 +245,7 @@ class Exchange:
 
         def late() -> PeerTimeout:
             behind = {self._branches.source(rank) for rank in range(self.size) if rank not in posts}
-            return self._late(self._without_post(turn, step) or sorted(behind), step)
+            return self._late(self._without_post(turn, step, posts) or sorted(behind), step)
 
         self._poll(poll, deadline, late)
         return posts
@@ -271,7 +271,7 @@ class Exchange:
             posts.update(by_rank(found))
             return True
 
-        self._poll(poll, deadline, lambda: self._late(self._without_post(turn, step) or [0], step))
+        self._poll(poll, deadline, lambda: self._late(self._without_post(turn, step, posts) or [0], step))
         return posts
 
     def _add_posts(self, posts: Posts, ranks: range, turn: int, step: str, deadline: float) -> bool:
@@ -285,9 +285,9 @@ class Exchange:
             posts.update(by_rank(found))
         return len(posts) == len(ranks) or any(post["step"] != step for post in posts.values())
 
-    def _without_post(self, turn: int, step: str) -> list[int]:
-        """Returns the ranks that have not posted for exchange `turn`."""
-        keys = [(rank, self._key(turn, rank)) for rank in range(self.size)]
+    def _without_post(self, turn: int, step: str, posts: Posts) -> list[int]:
+        """Returns the ranks that have not posted for exchange `turn`. posts: those that this rank has found."""
+        keys = [(rank, self._key(turn, rank)) for rank in range(self.size) if rank not in posts]
         there = dict(self._ask(step, time.monotonic() + _LEAVE_S, self._existing, keys))
         return [rank for rank, _ in keys if rank not in there]
 

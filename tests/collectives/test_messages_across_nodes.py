@@ -45,8 +45,8 @@ def _disagree(rank: int, sent: torch.Tensor, expected: torch.Tensor) -> str:
     dist.barrier()
     began = time.monotonic()
     with torch.device("meta"):
+        other = p2p.receive(torch.ones(1, device="cpu"), 1 - rank, 1)  # first, since the next call may fail at once
         work = p2p.send(sent, 1) if rank == 0 else p2p.receive(expected.clone(), 0)
-        other = p2p.receive(torch.ones(1, device="cpu"), 1 - rank, 1)
     with pytest.raises(DisagreementError) as caught:
         work.wait()
     assert time.monotonic() - began < 10, "an end waited for the group's timeout"

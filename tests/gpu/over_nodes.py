@@ -178,7 +178,7 @@ def late(rank: int, size: int) -> None:
         dist.barrier()
         if rank == size - 1:
             time.sleep(load_cases.LATE_S)
-        for _ in range(2):  # on GPUs the second one tells who was late on the rail
+        for _ in range(2):  # on GPUs the second one shows who was late on the rail
             comm.dispatch(x, ids)
         seconds = comm.stats().waited_ns.double() / 1e9
         for other in range(size):

@@ -268,6 +268,7 @@ def _accesses(name: str, a: Any, layout: Any) -> Iterator[tuple[int, int, bool]]
             yield landed, a.num_rows * nbytes, False
             yield out, a.num_tokens * nbytes, True
     elif name == "layout":
+        yield a.nodes.waits, 8 * _C.waited_for, True
         yield a.ids, a.num_tokens * a.topk * a.id_bytes, False
         yield a.nodes.rank_place, 4 * a.nodes.num_ranks, False
         yield a.counts, 4 * (a.nodes.num_ranks + a.num_nodes + a.nodes.num_experts), True
@@ -282,7 +283,9 @@ def _accesses(name: str, a: Any, layout: Any) -> Iterator[tuple[int, int, bool]]
     elif name == "place":
         num_nodes = a.nodes.num_ranks // a.comm.num_ranks
         yield a.metas, 4 * layout.words * (1 + a.nodes.num_chunks), True
-        yield a.messages, _messages_bytes(a.nodes, a.comm.num_ranks, a.comm.num_experts), False
+        halves = 2 if a.nodes.waits else 1
+        yield a.messages, halves * _messages_bytes(a.nodes, a.comm.num_ranks, a.comm.num_experts), False
+        yield a.nodes.waits, 8 * (_C.waited_for + num_nodes), True
         yield a.rail_rows, 4 * a.num_tokens * num_nodes, True
     elif name == "add_counts":
         for row in range(a.num_rows):
@@ -314,6 +317,8 @@ def _accesses_of_segment(name: str, a: Any, layout: Any) -> Iterator[tuple[int, 
         yield r.recv_rows, 4 * r.slots * K, fresh
     if plans:
         yield a.block_counts, 4, True
+        if name == "plan" and not a.origins.messages:
+            yield a.nodes.waits, 8 * _C.waited_for, True
         if name != "notify":
             yield a.ids, T * K * a.id_bytes, False
         if a.origins.messages:
@@ -352,6 +357,7 @@ def as_on_gpus(comm: Any) -> Log:
     log, engine = Log(), comm.engine
     nodes: Nodes = comm.new_dispatch.args[0]
     nodes.host_waits = False
+    nodes.struct.waits = nodes._waits.data_ptr()
     engine.use(RecordingStreams(log))
     engine.kernels = RecordingKernels(log, engine.kernels, nodes.layout)
     engine.load._sums._streams, engine.load._sums._kernels = engine.streams, engine.kernels

@@ -8,8 +8,8 @@ from ep_plugin import MoECommunicator, MoECommunicatorConfig
 from tests.ranks import run_ranks, values
 
 TOKENS, HIDDEN, CHUNKS = 10, 64, 2
-# The header, what was left out; for each chunk counts of a node, its ranks and experts.
-COUNTS = 8 * (9 + 2 + CHUNKS * (1 + 2 + 2))
+# The header, what was left out, how long the sender waited; for each chunk counts of a node, its ranks and experts.
+COUNTS = 8 * (9 + 2 + 1 + CHUNKS * (1 + 2 + 2))
 IDS, ROW = 4 * 2, 4 * HIDDEN
 
 

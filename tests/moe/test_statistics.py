@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import ep_plugin
-from ep_plugin import _C, CaptureRefused, CommunicatorClosed, LoadStats, MoECommunicator
+from ep_plugin import _C, CaptureRefused, CommunicatorClosed, LoadStats, MoECommunicator, MoECommunicatorConfig
 from ep_plugin.moe.statistics import Sums, skew_of
 from ep_plugin.runtime.streams import Streams
 from tests.moe.low_latency_cases import low_latency
@@ -248,6 +248,19 @@ def test_waits_name_the_late_rank(mode: str, nodes: int) -> None:
     for rank in waiting:
         assert found[rank][3] > 0.6e3 * LATE_S and found[rank][3] == max(found[rank])
     assert found[3][3] == 0
+
+
+def _reset_outside_inference_mode(rank: int) -> None:
+    with torch.inference_mode():
+        comm = MoECommunicator(None, MoECommunicatorConfig(num_experts=4, hidden_size=64, topk=2))
+    with comm:
+        ep_plugin.record_stats()
+        assert comm.stats(reset=True).dispatches == comm.stats().dispatches == 0
+
+
+def test_a_communicator_that_was_made_for_inference_has_statistics() -> None:
+    for env in ({}, NODES_OF_2):
+        values(run_ranks(4, _reset_outside_inference_mode, env=env))
 
 
 def _switch(rank: int, folder: str) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import ep_plugin
+from ep_plugin import _C
 from ep_plugin.config import DispatchLayout
 from ep_plugin.errors import CaptureRefused
 from tests.moe.moe_cases import LAYOUTS, Case, communicator, make_inputs, ragged
@@ -49,6 +50,8 @@ def _round_trips(rank: int, size: int, layout: DispatchLayout, quantize: str | N
             result = _run(comm, log, comm.new_dispatch(*fresh), host_waits=fixed is None)
             _check_dispatch(log, chunks, host_waits=fixed is None)
             _check_routing(log)
+            waited, *waited_for = comm.nodes._waits[_C.waited_for - 1 :].tolist()
+            assert waited > 0 and min(waited_for) >= 0
             handle, weights = list(result[8:]), result[2]
             cached = *given, None, None, fixed, None, handle, comm.number
             rows = _run(comm, log, comm.new_dispatch(*cached))[0]

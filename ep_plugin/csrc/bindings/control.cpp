@@ -82,12 +82,11 @@ LlOperation operation_of(const LowLatency& engine, const LlHeader& header) {
   return operation;
 }
 
-py::object form_of(const py::args& tensors, bool free_rows) {
+py::object form_of(const py::args& tensors) {
   if (control::exchange_api() == nullptr) return py::none();
   control::Inputs inputs;
   for (py::handle tensor : tensors)
-    if (!inputs.read(tensor.ptr(), free_rows ? control::kFreeRows : control::kFixedRows))
-      return returned(Object(control::left()));
+    if (!inputs.read(tensor.ptr())) return returned(Object(control::left()));
   return py::bytes(inputs.form());
 }
 
@@ -188,7 +187,7 @@ void bind_control(py::module_& m) {
   m.def("find_torch", [](const py::module_& torch) {
     if (!control::find_torch(torch.ptr())) throw py::error_already_set();
   });
-  m.def("form_of", &form_of, py::arg("free_rows") = false);
+  m.def("form_of", &form_of);
   py::class_<StreamSwitch>(m, "StreamSwitch")
       .def(py::init<>())
       .def(py::init<py::object, py::object, int64_t, int64_t, int64_t>())

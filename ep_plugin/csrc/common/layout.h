@@ -178,7 +178,7 @@ struct MessageLayout {
 
 // The words of Nodes::waits, in nanoseconds: when layout wrote the messages of a dispatch; how long after that plan
 // ran; and how long this rank has waited for each node. The ranks of a rail wait for the one that comes last. It waits
-// the shortest, and place counts what this rank has waited longer. So each dispatch tells who was late in the one
+// the shortest, and place counts what this rank has waited longer. So each dispatch shows who was late in the one
 // before.
 enum NodeWaits : int32_t { kMessagesWritten = 0, kWaited = 1, kWaitedFor = 2 };
 

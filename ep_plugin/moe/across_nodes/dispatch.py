@@ -38,7 +38,7 @@ from ep_plugin.moe.statistics import current_layer
 from ep_plugin.transport.rails import UnderWay
 
 _DISPATCH, _CACHED = int(_C.Op.DISPATCH), int(_C.Op.CACHED_DISPATCH)
-_CAPACITIES = (int, type(None))  # True is none
+_CAPACITIES = (int, type(None))  # bool is not among them
 _WITH_CAPACITY = int(_C.Op.DISPATCH_WITH_CAPACITY)
 _SLOTS, _ROWS, _MAX_ROWS, _MAX_SENT = _C.Total.SLOTS, _C.Total.ROWS, _C.Total.MAX_ROWS, _C.Total.MAX_SENT
 

@@ -93,7 +93,7 @@ class Nodes:
         self.order = torch.tensor(places + unused, device=device)
         """``[M * G * O]``, (segment * G + local rank) * O + origin of each source, in the order of the output's rows.
         Then the places that no source has."""
-        self._waits = torch.zeros(_C.waited_for + self.num_nodes, dtype=torch.int64, device=device)
+        self._waits = torch.tensor([0] * (_C.waited_for + self.num_nodes), device=device)  # 0 when this returns
         engine.load = HighThroughputLoad(engine, self.layout, engine.local_experts, order, self._waits[_C.waited_for :])
         self._rank_place = places_of_ranks(node_map, device)
         self.struct = _C.Nodes(
@@ -240,7 +240,7 @@ class Nodes:
         The messages start after the work on torch's current stream. sent, received: the rows of each leg. back: the
         rows are sums, and go from the receivers to the senders of the legs. Both ends leave out empty messages.
         """
-        self.engine.check()  # nothing crosses after a failure
+        self.engine.check()  # no rows cross after a failure
         legs = self.of_chunks[chunk]
         first_sent, first_received = sum(sent[: legs.start]), sum(received[: legs.start])
         sends, receives = [], []

@@ -99,7 +99,8 @@ __device__ void place_output(const PlaceArgs& args) {
   }
 }
 
-// One warp: counts what this rank has waited longer than the rank of its rail that came last.
+// One warp: counts what this rank has waited longer than the rank of its rail that came last, one of them if several
+// did.
 __device__ void count_wait(const PlaceArgs& args) {
   const int N = num_nodes_of(args.comm, args.nodes);
   int64_t least = INT64_MAX;
