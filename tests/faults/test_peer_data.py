@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import datetime
 import re
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from ep_plugin import _C
 from ep_plugin.errors import EpPluginError
@@ -94,10 +96,14 @@ def _hears(rank: int, case: tuple[str, int, int, str]) -> str:
     if rank == LIAR:
         _lie(comm, *case[:3])
     x, ids, weights = tokens_for(rank, SIZE, TOKENS)
+    store = dist.distributed_c10d._get_default_store()
     with pytest.raises((EpPluginError, ValueError)) as caught:
         out, handle = comm.dispatch(x, ids, weights)
+        if rank == LIAR and case[0] == "dispatch_send":  # else its combine might find the spoiled handle first
+            store.wait(["refused"], datetime.timedelta(seconds=PATIENCE_S))
         comm.combine(out.tokens, handle)
         comm.dispatch(x, ids, weights)
+    store.set("refused", "")
     comm.close()
     round_trip(other)
     other.close()
