@@ -1,6 +1,7 @@
 """`ep-doctor --merge FOLDER` reads the files of failed ranks, and says in which operation each rank was.
 
-Ranks write the files where EP_PLUGIN_DUMP asks for them (runtime/calls.py). Nothing here needs torch. A file may have
+Ranks write the files where EP_PLUGIN_DUMP asks for them (runtime/calls.py). If the folder also has files of load
+statistics, named load*, the command says which rank was late. Nothing here needs torch. A file may have
 been cut off, and in a shared folder anybody may have written it, so every field is checked.
 """
 
@@ -20,6 +21,7 @@ from ep_plugin.doctor.findings import FAILURE, OK, WARNING, Finding, ranks_said
 from ep_plugin.errors import type_and_text
 
 _FORMAT = 1
+_STATS_FORMAT = "ep_plugin load"
 _MOST_RANKS = 2**20
 _MOST_BYTES = 64 * 2**20  # of a file; one of 1000 calls has some 300 kB
 _BLAME_OTHERS = ("PeerTimeout", "PeerAborted")
@@ -98,10 +100,42 @@ def merge(folder: Path) -> list[Finding]:
             findings.append(Finding(WARNING, "files", what, "let each job write into an empty folder of its own"))
             continue
         dumps[dump.rank] = dump
+    waits = list(_waits(folder))
+    if not dumps and waits:
+        return [*findings, *waits]
     if not dumps:
         do = "set EP_PLUGIN_DUMP to a folder that all ranks can write to, and run the job again"
         return [*findings, Finding(FAILURE, "files", f"{folder} has no file of any rank", do)]
-    return [*findings, *_strangers(dumps), *_failures(dumps), *_missing(dumps), *_places(dumps)]
+    return [*findings, *_strangers(dumps), *_failures(dumps), *_missing(dumps), *_places(dumps), *waits]
+
+
+def _waits(folder: Path) -> Iterator[Finding]:
+    """Says for each communicator which rank was late, by the files of `ep_plugin.write_stats`.
+
+    A rank that waits is late itself. So it is the rank for which others waited longest, after what it waited itself.
+    """
+    waited: dict[str, dict[int, list[int]]] = defaultdict(dict)
+    for path in sorted(folder.glob("load*")):
+        try:
+            content = json.loads(_read(path))
+            if content["format"] != _STATS_FORMAT:
+                raise ValueError(f"expected the format {_STATS_FORMAT!r}, got {content['format']!r}")
+            for name, fields in content["communicators"].items():
+                waited[name][int(fields["rank"])] = [int(ns) for ns in fields["waited_ns"]]
+        except _UNUSABLE as error:
+            what = f"{path.name} cannot be used: {type_and_text(error)}"
+            yield Finding(WARNING, "files", what, "let every rank write one with ep_plugin.write_stats")
+    for name, by_rank in waited.items():
+        size = max(map(len, by_rank.values()))
+        if any(len(each) != size or not 0 <= rank < size for rank, each in by_rank.items()):
+            what = f"{name} has other ranks in other files"
+            yield Finding(WARNING, "files", what, "let each job write into an empty folder of its own")
+            continue
+        for_it = [sum(each[rank] for other, each in by_rank.items() if other != rank) for rank in range(size)]
+        own = [sum(by_rank.get(rank, [0])) for rank in range(size)]
+        late = max(range(size), key=lambda rank: for_it[rank] - own[rank])
+        what = f"others waited {for_it[late] / 1e9:.3f} s for its rank {late}, which waited {own[late] / 1e9:.3f} s"
+        yield Finding(OK, name, what)
 
 
 def _read(path: Path) -> bytes:
