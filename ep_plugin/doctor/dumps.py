@@ -1,8 +1,8 @@
 """`ep-doctor --merge FOLDER` reads the files of failed ranks, and says in which operation each rank was.
 
 Ranks write the files where EP_PLUGIN_DUMP asks for them (runtime/calls.py). If the folder also has files of load
-statistics, named load*, the command says which rank was late. Nothing here needs torch. A file may have
-been cut off, and in a shared folder anybody may have written it, so every field is checked.
+statistics, named load* (moe/recording.py), the command says which rank was late. Nothing here needs torch. A file may
+have been cut off, and in a shared folder anybody may have written it, so every field is checked.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from ep_plugin.doctor.findings import FAILURE, OK, WARNING, Finding, ranks_said
 from ep_plugin.errors import type_and_text
 
 _FORMAT = 1
-_STATS_FORMAT = "ep_plugin load"
+_STATS = {"format": "ep_plugin load", "version": 1}
+_MOST_NS = 2**63
 _MOST_RANKS = 2**20
 _MOST_BYTES = 64 * 2**20  # of a file; one of 1000 calls has some 300 kB
 _BLAME_OTHERS = ("PeerTimeout", "PeerAborted")
@@ -112,30 +113,51 @@ def merge(folder: Path) -> list[Finding]:
 def _waits(folder: Path) -> Iterator[Finding]:
     """Says for each communicator which rank was late, by the files of `ep_plugin.write_stats`.
 
-    A rank that waits is late itself. So it is the rank for which others waited longest, after what it waited itself.
+    A rank that waits for others makes its own peers wait. So the late rank is the one for which others waited longest,
+    less the time that it waited itself.
     """
     waited: dict[str, dict[int, list[int]]] = defaultdict(dict)
     for path in sorted(folder.glob("load*")):
         try:
-            content = json.loads(_read(path))
-            if content["format"] != _STATS_FORMAT:
-                raise ValueError(f"expected the format {_STATS_FORMAT!r}, got {content['format']!r}")
-            for name, fields in content["communicators"].items():
-                waited[name][int(fields["rank"])] = [int(ns) for ns in fields["waited_ns"]]
+            found = _waited_of(json.loads(_read(path)))
         except _UNUSABLE as error:
             what = f"{path.name} cannot be used: {type_and_text(error)}"
             yield Finding(WARNING, "files", what, "let every rank write one with ep_plugin.write_stats")
-    for name, by_rank in waited.items():
-        size = max(map(len, by_rank.values()))
-        if any(len(each) != size or not 0 <= rank < size for rank, each in by_rank.items()):
-            what = f"{name} has other ranks in other files"
-            yield Finding(WARNING, "files", what, "let each job write into an empty folder of its own")
             continue
-        for_it = [sum(each[rank] for other, each in by_rank.items() if other != rank) for rank in range(size)]
-        own = [sum(by_rank.get(rank, [0])) for rank in range(size)]
-        late = max(range(size), key=lambda rank: for_it[rank] - own[rank])
-        what = f"others waited {for_it[late] / 1e9:.3f} s for its rank {late}, which waited {own[late] / 1e9:.3f} s"
-        yield Finding(OK, name, what)
+        for name, (rank, times) in found.items():
+            if rank in waited[name] or any(len(others) != len(times) for others in waited[name].values()):
+                what = f"{path.name} has rank {rank} of {len(times)} of {name}, and does not fit the files before it"
+                yield Finding(WARNING, "files", what, "let each job write into an empty folder of its own")
+            else:
+                waited[name][rank] = times
+    for name, by_rank in waited.items():
+        yield Finding(OK, name, _late_rank(by_rank))
+
+
+def _waited_of(content: Any) -> dict[str, tuple[int, list[int]]]:
+    """Returns a rank of each communicator, and how many nanoseconds it waited for each rank of the group."""
+    head = {key: content[key] for key in _STATS}
+    if head != _STATS:
+        raise ValueError(f"expected {_STATS}, got {head}")
+    found = {}
+    for name, fields in content["communicators"].items():
+        rank, times = int(fields["rank"]), [int(ns) for ns in fields["waited_ns"]]
+        if not 0 <= rank < len(times) <= _MOST_RANKS:
+            raise ValueError(f"expected a rank below the number of waits, got rank {rank} and {len(times)} waits")
+        if not all(0 <= ns < _MOST_NS for ns in times):
+            raise ValueError(f"expected waits of 0 to {_MOST_NS - 1} ns, got {min(times)} to {max(times)}")
+        found[name] = rank, times
+    return found
+
+
+def _late_rank(by_rank: dict[int, list[int]]) -> str:
+    ranks = range(len(next(iter(by_rank.values()))))
+    for_it = [sum(times[rank] for other, times in by_rank.items() if other != rank) for rank in ranks]
+    own = [sum(by_rank.get(rank, ())) for rank in ranks]
+    late = max(ranks, key=lambda rank: for_it[rank] - own[rank])
+    if for_it[late] <= own[late]:
+        return "no rank was late"
+    return f"others waited {for_it[late] / 1e9:.3f} s for its rank {late}, which waited {own[late] / 1e9:.3f} s itself"
 
 
 def _read(path: Path) -> bytes:

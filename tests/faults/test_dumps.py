@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import resource
 import subprocess
 import sys
@@ -18,7 +17,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import ep_plugin
 from ep_plugin import _C
 from ep_plugin.collectives.send_receive import SendReceive
 from ep_plugin.doctor.__main__ import main
@@ -26,7 +24,7 @@ from ep_plugin.doctor.dumps import merge
 from ep_plugin.doctor.findings import FAILURE, OK, WARNING, Finding
 from ep_plugin.errors import EpPluginError, PeerAborted, PeerTimeout
 from ep_plugin.runtime import calls
-from tests.faults.fault_cases import die_at_gate, open_communicator, open_with_deadline, round_trip, set_deadline
+from tests.faults.fault_cases import die_at_gate, open_with_deadline, round_trip, set_deadline
 from tests.ranks import run_ranks, values
 
 SIZE, VICTIM, DEADLINE_S = 3, 1, 1.5
@@ -473,49 +471,3 @@ def test_the_command_prints_sentences_and_json_without_torch(
 def test_an_empty_folder_says_how_files_come(tmp_path: Path) -> None:
     [finding] = merge(tmp_path)
     assert finding.level == FAILURE and "EP_PLUGIN_DUMP" in finding.do
-
-
-def write_load(folder: Path, rank: int, waited_ms: list[int], name: str = "communicator 0.1") -> None:
-    fields = {"rank": rank, "waited_ns": [ms * 10**6 for ms in waited_ms]}
-    content = {"format": "ep_plugin load", "version": 1, "communicators": {name: fields}}
-    (folder / f"load-{rank}.json").write_text(json.dumps(content))
-
-
-def test_the_late_rank_is_the_one_that_waited_least_for_others(tmp_path: Path) -> None:
-    """Rank 3 is late. Rank 1 of its rail and rank 2 of its node wait for it, and rank 0 waits for rank 1."""
-    for rank, waited in enumerate(([0, 600, 1, 0], [0, 0, 0, 600], [2, 0, 0, 590], [0, 0, 3, 0])):
-        write_load(tmp_path, rank, waited)
-    (said,) = merge(tmp_path)
-    assert (said.level, said.subject) == (OK, "communicator 0.1")
-    assert said.what == "others waited 1.190 s for its rank 3, which waited 0.003 s"
-    beside = merged(tmp_path, dump(0, ["dispatch"]), dump(1, ["dispatch"]))
-    assert said in beside and len(beside) > 1
-
-
-def test_files_of_statistics_that_cannot_be_used_are_named(tmp_path: Path) -> None:
-    write_load(tmp_path, 0, [0, 5])
-    write_load(tmp_path, 1, [7, 0, 0])
-    (tmp_path / "load-2.json").write_text("{")
-    (tmp_path / "load-3.json").write_text(json.dumps({"format": "another"}))
-    warnings = merge(tmp_path)
-    assert [one.level for one in warnings] == [WARNING] * 3
-    assert "load-2.json cannot be used" in warnings[0].what
-    assert "expected the format 'ep_plugin load', got 'another'" in warnings[1].what
-    assert "communicator 0.1 has other ranks in other files" in warnings[2].what
-
-
-def _writes_load(rank: int, folder: str) -> None:
-    ep_plugin.record_stats()
-    with open_communicator(2) as comm:
-        round_trip(comm)
-        dist.barrier()
-        if rank == 1:
-            time.sleep(0.5)
-        round_trip(comm)
-        ep_plugin.write_stats(f"{folder}/load-{rank}.json")
-
-
-def test_a_late_rank_is_named_from_what_ranks_write(tmp_path: Path) -> None:
-    values(run_ranks(2, _writes_load, str(tmp_path)))
-    (said,) = merge(tmp_path)
-    assert re.match(r"others waited 0\.[3-9]\d\d s for its rank 1, which waited 0\.0", said.what), said
