@@ -103,7 +103,7 @@ def block_count_words(num_tokens: int, ranks: int, experts: int) -> int: ...
 
 rail_overflow_words: int
 message_head_words: int
-waited_for: int
+waits_head_words: int
 
 def address(tensor: Tensor | None) -> int:
     """The address that kernels take for a tensor; 0 for None."""

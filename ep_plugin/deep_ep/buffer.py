@@ -24,9 +24,8 @@ from ep_plugin.errors import NotSupported
 from ep_plugin.moe.arguments import check_tensors
 from ep_plugin.moe.communicator import MoECommunicator
 from ep_plugin.moe.registry import communicator
+from ep_plugin.runtime.tensors import keep_form
 from ep_plugin.transport.groups import Group, is_alive
-
-_MOST_FORMS = 512
 
 _Order: TypeAlias = tuple[EventOverlap | None, bool, bool]
 """previous_event, async_finish and allocate_on_comm_stream of a call."""
@@ -146,8 +145,8 @@ class Buffer(LowLatencyCalls, SharedCommunicators):
         if form not in self._checked:
             check_tensors(topk_idx=topk_idx)
             arguments.check_topk(topk_idx)
-            if form is not None and len(self._checked) < _MOST_FORMS:
-                self._checked.add(form)
+            if form is not None:
+                keep_form(self._checked, form)
         arguments.check_experts(num_experts, self.group_size)
         count = functools.partial(layout.count_tokens, topk_idx, num_experts, self._nodes)
         device = topk_idx.device

@@ -59,6 +59,16 @@ def check_storage(name: str, tensor: torch.Tensor) -> None:
         )
 
 
+_MOST_FORMS = 512
+
+
+def keep_form(checked: set[Any], form: Any) -> None:
+    """Adds to `checked` the form (_C.form_of) of arguments that have passed a check. Starts anew if it has many."""
+    if len(checked) >= _MOST_FORMS:
+        checked.clear()
+    checked.add(form)
+
+
 _C.find_torch(torch)
 _dispatch_keys = torch._C._dispatch_keys
 _dense_keys: set[int] = set()  # dispatch keys of tensors that have passed every check but that of the storage

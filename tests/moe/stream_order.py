@@ -268,7 +268,7 @@ def _accesses(name: str, a: Any, layout: Any) -> Iterator[tuple[int, int, bool]]
             yield landed, a.num_rows * nbytes, False
             yield out, a.num_tokens * nbytes, True
     elif name == "layout":
-        yield a.nodes.waits, 8 * _C.waited_for, True
+        yield a.nodes.waits, 8 * _C.waits_head_words, True
         yield a.ids, a.num_tokens * a.topk * a.id_bytes, False
         yield a.nodes.rank_place, 4 * a.nodes.num_ranks, False
         yield a.counts, 4 * (a.nodes.num_ranks + a.num_nodes + a.nodes.num_experts), True
@@ -285,7 +285,7 @@ def _accesses(name: str, a: Any, layout: Any) -> Iterator[tuple[int, int, bool]]
         yield a.metas, 4 * layout.words * (1 + a.nodes.num_chunks), True
         halves = 2 if a.nodes.waits else 1
         yield a.messages, halves * _messages_bytes(a.nodes, a.comm.num_ranks, a.comm.num_experts), False
-        yield a.nodes.waits, 8 * (_C.waited_for + num_nodes), True
+        yield a.nodes.waits, 8 * (_C.waits_head_words + num_nodes), True
         yield a.rail_rows, 4 * a.num_tokens * num_nodes, True
     elif name == "add_counts":
         for row in range(a.num_rows):
@@ -318,7 +318,7 @@ def _accesses_of_segment(name: str, a: Any, layout: Any) -> Iterator[tuple[int, 
     if plans:
         yield a.block_counts, 4, True
         if name == "plan" and not a.origins.messages:
-            yield a.nodes.waits, 8 * _C.waited_for, True
+            yield a.nodes.waits, 8 * _C.waits_head_words, True
         if name != "notify":
             yield a.ids, T * K * a.id_bytes, False
         if a.origins.messages:

@@ -358,7 +358,7 @@ def _places(comm: MoECommunicator, N: int, G: int, local: int, C: int, T: int, p
     group = _C.Nodes(
         rank_place=rank_place.data_ptr(), num_ranks=N * G, num_experts=N * G * local, num_chunks=C, node=node
     )
-    waits = torch.arange(_C.waited_for + N).to(here())
+    waits = torch.arange(_C.waits_head_words + N).to(here())
     group.waits = 0 if seed == 3 else waits.data_ptr()
     comm.engine.kernels.place(
         _C.PlaceArgs(
@@ -374,9 +374,9 @@ def _places(comm: MoECommunicator, N: int, G: int, local: int, C: int, T: int, p
         )
     )
     same_bits("rail_rows", rail_rows.cpu(), expected.int())
-    counted = torch.arange(_C.waited_for + N)
+    counted = torch.arange(_C.waits_head_words + N)
     if seed != 3:
-        counted[_C.waited_for + came_last] += waited[node] - waited[came_last]
+        counted[_C.waits_head_words + came_last] += waited[node] - waited[came_last]
     same_bits("waits", waits.cpu(), counted)
     sources = []
     for each in range(N * G):

@@ -50,7 +50,7 @@ def _round_trips(rank: int, size: int, layout: DispatchLayout, quantize: str | N
             result = _run(comm, log, comm.new_dispatch(*fresh), host_waits=fixed is None)
             _check_dispatch(log, chunks, host_waits=fixed is None)
             _check_routing(log)
-            waited, *waited_for = comm.nodes._waits[_C.waited_for - 1 :].tolist()
+            waited, *waited_for = comm.nodes._waits[_C.waits_head_words - 1 :].tolist()
             assert waited > 0 and min(waited_for) >= 0
             handle, weights = list(result[8:]), result[2]
             cached = *given, None, None, fixed, None, handle, comm.number

@@ -157,7 +157,7 @@ def test_tables_are_small_and_quick_to_make() -> None:
     assert time.monotonic() - began < MOST_SECONDS
     assert (nodes.num_nodes, nodes.chunks, nodes.num_segments) == (N, C, M)
     tables = held_by(nodes)
-    assert sorted(len(table) for table in tables) == [_C.waited_for + N, R, M * G * ORIGINS]
+    assert sorted(len(table) for table in tables) == [_C.waits_head_words + N, R, M * G * ORIGINS]
     assert sum(table.nbytes for table in tables) < 16 * E
 
 

@@ -141,7 +141,7 @@ void bind_sizes(py::module_& m) {
   });
   m.attr("rail_overflow_words") = kRailOverflowWords;
   m.attr("message_head_words") = MessageLayout(1, 1, 1).tokens(0);
-  m.attr("waited_for") = static_cast<int>(kWaitedFor);
+  m.attr("waits_head_words") = static_cast<int>(kWaitedFor);
   m.def("address", [](const py::object& tensor) {
     return tensor.is_none() ? Address{0} : tensor.attr("data_ptr")().cast<Address>();
   });

@@ -35,6 +35,7 @@ from ep_plugin.moe.high_throughput.sms import KernelSms
 from ep_plugin.moe.in_flight import Operation, Tensors
 from ep_plugin.moe.layout import NUM_LIMITS, DispatchCall, DispatchHandle, DispatchResult
 from ep_plugin.moe.statistics import current_layer
+from ep_plugin.runtime.tensors import keep_form
 from ep_plugin.transport.rails import UnderWay
 
 _DISPATCH, _CACHED = int(_C.Op.DISPATCH), int(_C.Op.CACHED_DISPATCH)
@@ -112,7 +113,7 @@ class DispatchAcrossNodes(Operation):
             return
         check_dispatch(engine, call)
         if form is not None:
-            self._nodes.add_checked(key)
+            keep_form(self._nodes.checked, key)
 
     def start(self) -> None:
         """Sends rows to the other nodes and to this one. Without a capacity or a handle, the host waits until it knows

@@ -25,7 +25,6 @@ from ep_plugin.transport.rails import Piece, UnderWay
 _HEADER = _C.header_fields
 _words_of = operator.attrgetter(*_HEADER)  # of a header
 _NUM_COMPARED = len(_HEADER) - 1  # all but num_tokens, the last one
-_MOST_CHECKED = 512
 _FIRST_COUNT = _C.message_head_words
 
 
@@ -93,8 +92,9 @@ class Nodes:
         self.order = torch.tensor(places + unused, device=device)
         """``[M * G * O]``, (segment * G + local rank) * O + origin of each source, in the order of the output's rows.
         Then the places that no source has."""
-        self._waits = torch.tensor([0] * (_C.waited_for + self.num_nodes), device=device)  # 0 when this returns
-        engine.load = HighThroughputLoad(engine, self.layout, engine.local_experts, order, self._waits[_C.waited_for :])
+        head = _C.waits_head_words
+        self._waits = torch.tensor([0] * (head + self.num_nodes), device=device)  # 0 when this returns
+        engine.load = HighThroughputLoad(engine, self.layout, engine.local_experts, order, self._waits[head:])
         self._rank_place = places_of_ranks(node_map, device)
         self.struct = _C.Nodes(
             rank_place=self._rank_place.data_ptr(),
@@ -108,11 +108,6 @@ class Nodes:
         self.checked: set[tuple[Any, ...]] = set()
         """The forms of dispatches without a handle that have passed every check, with their capacity and `quantize`."""
         self._message_words = _C.message_words(self.chunks, G, engine.node_experts)
-
-    def add_checked(self, key: tuple[Any, ...]) -> None:
-        if len(self.checked) >= _MOST_CHECKED:
-            self.checked.clear()
-        self.checked.add(key)
 
     # -- sizes ---------------------------------------------------------------------------------------------------
 
