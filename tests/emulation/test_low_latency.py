@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from ep_plugin import MoECommunicator
 from ep_plugin.errors import PeerTimeout
@@ -257,6 +258,7 @@ def _bad_ids(rank: int, size: int) -> None:
     inputs = make_inputs(case)
     with cases.low_latency(case, timeout_s=60) as comm:
         _, handle = comm.dispatch(inputs.x[rank], inputs.ids[rank])
+        dist.barrier()  # an abort by rank 0 must not end another rank's first dispatch
         if rank == 0:
             handle.topk_ids[5, 1] = case.num_experts  # the host checks the caller's ids alone
         with pytest.raises(Exception, match=r"expert id below 6, got 6 at token 5 of rank 0|rank 0"):
