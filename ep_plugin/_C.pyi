@@ -735,7 +735,7 @@ class HighThroughput:
         the device's operations, on GPUs."""
 
     def set_number(self, number: int, /) -> None: ...
-    def set_serves(self, name: str, /) -> None: ...
+    def set_serves(self, served_as: tuple[str, str], /) -> None: ...
     def forget_plans(self) -> None:
         """Makes Python check calls again, and choose their SMs."""
 
@@ -916,7 +916,7 @@ class LowLatency:
         """Tests: streams.caller() returns the caller's stream in PyTorch's place."""
 
     def set_number(self, number: int, /) -> None: ...
-    def set_serves(self, name: str, /) -> None: ...
+    def set_serves(self, served_as: tuple[str, str], /) -> None: ...
     def un_received(self, kind: int, newest: bool, /) -> StartedOperation | None:
         """The last but one operation of a kind, or the newest one; None if it is received."""
 
@@ -999,7 +999,6 @@ def set_python_objects(
     int64: dtype,
     num_served: dict[str, int],
     num_served_of_kind: dict[tuple[str, str], int],
-    served_kind: str,
     sums: type,
     /,
 ) -> None: ...

@@ -77,7 +77,7 @@ class Serving:
     @serves.setter
     def serves(self, name: str) -> None:
         self._serves = name
-        self._engine.control.set_serves(name)
+        self._engine.control.set_serves((name, counts.DISPATCHES))
 
 
 class InFlight(Serving):

@@ -128,7 +128,7 @@ void bind_low_latency_engine(py::module_& m) {
         engine->shared.shrink = shrink;
         engine->shared.num_sms = num_sms;
         engine->shared.state = state;
-        engine->number = engine->serves = Object(py::str("").release().ptr());
+        engine->number = Object(py::str("").release().ptr());
         return engine;
       }))
       .def("functions", &functions_of)
@@ -141,7 +141,7 @@ void bind_low_latency_engine(py::module_& m) {
       .def("forget", &LowLatency::forget)
       .def("close", &LowLatency::close)
       .def("set_number", [](LowLatency& engine, const py::int_& number) { engine.number = Object(kept(number)); })
-      .def("set_serves", [](LowLatency& engine, const py::str& name) { engine.serves = Object(kept(name)); })
+      .def("set_serves", [](LowLatency& engine, const py::tuple& served_as) { engine.serves = Object(kept(served_as)); })
       .def_readonly("num_calls", &LowLatency::num_calls)
       .def("remember_dispatch",
            [](LowLatency& engine, bool is_for_buffer, const std::string& form, const py::tuple& settings,
@@ -235,9 +235,9 @@ void bind_control(py::module_& m) {
   m.def("set_python_objects",
         [](const py::object& output_type, const py::object& handle_type, const py::object& nothing,
            const py::object& int64, const py::dict& num_served, const py::dict& num_served_of_kind,
-           const py::object& served_kind, const py::object& sums) {
-          control::python_objects() = {kept(output_type), kept(handle_type),        kept(nothing),     kept(int64),
-                                       kept(num_served),  kept(num_served_of_kind), kept(served_kind), kept(sums)};
+           const py::object& sums) {
+          control::python_objects() = {kept(output_type), kept(handle_type),        kept(nothing), kept(int64),
+                                       kept(num_served),  kept(num_served_of_kind), kept(sums)};
         });
   bind_started_operation(m);
   bind_low_latency_engine(m);

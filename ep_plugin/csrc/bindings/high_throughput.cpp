@@ -127,7 +127,7 @@ void bind_engine(py::module_& m) {
                       std::shared_ptr<control::CallLog> log, const std::string& name, Address board, int device_index) {
             auto engine = std::make_shared<HighThroughput>(owner.ptr(), running.ptr(), device.ptr(), std::move(log),
                                                            name, board, device_index);
-            engine->number = engine->serves = Object(py::str("").release().ptr());
+            engine->number = Object(py::str("").release().ptr());
             return engine;
           }))
       .def("set_facts",
@@ -145,7 +145,7 @@ void bind_engine(py::module_& m) {
       .def("set_kernels", &set_kernels)
       .def("set_streams", &set_streams)
       .def("set_number", [](HighThroughput& engine, const py::int_& number) { engine.number = Object(kept(number)); })
-      .def("set_serves", [](HighThroughput& engine, const py::str& name) { engine.serves = Object(kept(name)); })
+      .def("set_serves", [](HighThroughput& engine, const py::tuple& served_as) { engine.serves = Object(kept(served_as)); })
       .def("forget_plans",
            [](HighThroughput& engine) {
              engine.dispatches.clear();

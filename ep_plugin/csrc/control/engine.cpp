@@ -120,8 +120,8 @@ bool Engine::find_stream(uint64_t* stream, uint64_t* capture) const {
 
 bool Engine::count_served() const {
   const PythonObjects& objects = python_objects();
-  const Object of_kind(PyTuple_Pack(2, serves.get(), objects.served_kind));
-  return of_kind && increment(objects.num_served, serves.get()) && increment(objects.num_served_of_kind, of_kind.get());
+  return increment(objects.num_served, PyTuple_GET_ITEM(serves.get(), 0)) &&
+         increment(objects.num_served_of_kind, serves.get());
 }
 
 bool Engine::is_recording() {

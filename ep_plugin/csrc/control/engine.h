@@ -18,8 +18,8 @@ struct PythonObjects {
   PyObject *output_type, *handle_type;  // DispatchOutput, DispatchHandle
   PyObject* nothing;                    // in the place of the tensors that low latency's handles do not need
   PyObject* int64;                      // torch's dtype
-  PyObject *num_served, *num_served_of_kind, *served_kind;  // of counts, and what low latency counts there
-  PyObject* sums;                                           // statistics.Sums
+  PyObject *num_served, *num_served_of_kind;  // of counts
+  PyObject* sums;                             // statistics.Sums
 };
 PythonObjects& python_objects();
 
@@ -68,7 +68,7 @@ class Engine {
   // Returns the fields of a handle that the communicator has made, or null.
   PyObject* const* fields_of(PyObject* handle) const;
 
-  Object number, serves;  // of the communicator; the integration that counts its operations
+  Object number, serves;  // of the communicator; the integration that counts its operations, and their kind
   // Tests: return the caller's stream, and its capture, in PyTorch's and CUDA's place.
   std::function<uint64_t()> caller, capturing;
 

@@ -9,35 +9,32 @@ namespace {
 // The beginning of a tensor's part of a form. Its sizes and then its strides follow. The struct has no padding, because
 // forms are compared byte by byte.
 struct Head {
-  PyObject* dtype;   // PyTorch's object. DLPack knows fewer dtypes
+  int32_t dtype;     // PyTorch's number. DLPack knows fewer dtypes
   int32_t num_dims;  // -1: no tensor
   int32_t device_type, device_id;
   int32_t misaligned;  // bytes past a multiple of kRowAlign
 };
-static_assert(sizeof(Head) == sizeof(PyObject*) + 4 * sizeof(int32_t), "no padding");
+static_assert(sizeof(Head) == 5 * sizeof(int32_t), "no padding");
 
 }  // namespace
 
-// Whether the storage of `object` holds all elements of the last tensor, which has at least one. A storage that was
-// freed or resized may not.
-bool Inputs::holds_all(PyObject* object) {
-  const TensorDescriptors& ask = descriptors();
-  int64_t last = 0, address = 0;
+// Whether the storage of the last tensor, which has at least one element, holds all of them. A storage that was freed
+// or resized may not.
+bool Inputs::holds_all(TensorHandle tensor) {
+  int64_t last = 0, offset = 0;
   for (int i = 0; i < last_.num_dims; ++i) last += (last_.shape[i] - 1) * last_.strides[i];
-  storage_ = ask.untyped_storage.of(object);
-  if (!storage_ || !ask.storage_address.number_of(storage_.get(), &address) ||
-      !ask.storage_bytes.number_of(storage_.get(), &storage_bytes_))
+  if (torch_functions().aoti_torch_get_storage_offset(tensor, &offset) != 0 ||
+      torch_functions().aoti_torch_get_storage_size(tensor, &storage_bytes_) != 0)
     return false;
-  begin_ = static_cast<int64_t>(address_of(last_)) - address;
+  begin_ = offset * last_.type_bits / 8;
   return begin_ + (last + 1) * last_.type_bits / 8 <= storage_bytes_;
 }
 
 bool Inputs::append(PyObject* object, RowsInForm rows) {
   const TensorDescriptors& ask = descriptors();
   last_ = DLTensor{};
-  storage_ = Object();
   if (object == Py_None) {
-    const Head head{nullptr, -1, 0, 0, 0};
+    const Head head{0, -1, 0, 0, 0};
     form_.append(reinterpret_cast<const char*>(&head), sizeof(head));
     return true;
   }
@@ -47,13 +44,18 @@ bool Inputs::append(PyObject* object, RowsInForm rows) {
   if (ask.is_neg.of(object).get() != Py_False) return false;
   bool is_empty = false;
   for (int i = 0; i < last_.num_dims; ++i) is_empty |= last_.shape[i] == 0;
-  if (!is_empty && rows != kUnread && (last_.data == nullptr || !holds_all(object))) return false;
+  int32_t dtype = 0;
+  const bool is_read = !is_empty && rows != kUnread;
+  const auto ask_for_rest = [&](TensorHandle tensor) {
+    return torch_functions().aoti_torch_get_dtype(tensor, &dtype) == 0 &&
+           (!is_read || (last_.data != nullptr && holds_all(tensor)));
+  };
+  if (!with_handle(object, ask_for_rest)) return false;
   if (torch_functions().aoti_torch_grad_mode_is_enabled())
     needs_grad_ |= ask.requires_grad.of(object).get() != Py_False;
-  dtype_ = ask.dtype.of(object).get();  // lives as long as PyTorch
   if (PyErr_Occurred()) return false;
   const auto misaligned = static_cast<int32_t>(address_of(last_) % kRowAlign);
-  const Head head{dtype_, last_.num_dims, last_.device_type, last_.device_id, misaligned};
+  const Head head{dtype, last_.num_dims, last_.device_type, last_.device_id, misaligned};
   form_.append(reinterpret_cast<const char*>(&head), sizeof(head));
   const size_t at_shape = form_.size();
   form_.append(reinterpret_cast<const char*>(last_.shape), last_.num_dims * sizeof(int64_t));

@@ -36,18 +36,13 @@ class Inputs {
   // Where that tensor begins in its storage, and the size of the storage, in bytes. It must have an element.
   int64_t begin() const { return begin_; }
   int64_t storage_bytes() const { return storage_bytes_; }
-  // The storage itself, an object of Python, if the tensor has an element. PyTorch's dtype.
-  const Object& storage() const { return storage_; }
-  PyObject* dtype() const { return dtype_; }
 
  private:
   bool append(PyObject* object, RowsInForm rows);
-  bool holds_all(PyObject* object);
+  bool holds_all(TensorHandle tensor);
 
   std::string form_;
   DLTensor last_;
-  Object storage_;
-  PyObject* dtype_ = nullptr;
   int64_t begin_ = 0, storage_bytes_ = 0;
   bool needs_grad_ = false;
 };

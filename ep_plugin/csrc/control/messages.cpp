@@ -66,7 +66,7 @@ bool Messages::read(PyObject* const* args, Inputs& inputs, Message& message) con
   const DLTensor& tensor = inputs.last();
   if (tensor.device_type != (is_on_gpu() ? kDLCuda : kDLCpu) || (is_on_gpu() && tensor.device_id != device_index))
     return false;
-  PyObject* const code = PyDict_GetItemWithError(codes.get(), inputs.dtype());
+  PyObject* const code = PyDict_GetItemWithError(codes.get(), descriptors().dtype.of(object).get());
   if (code == nullptr || !is_contiguous(tensor)) return false;
   message = {places[peer],       channel,          receives == Py_True,    0,
              address_of(tensor), bytes_of(tensor), PyLong_AsLongLong(code)};
@@ -84,7 +84,8 @@ bool Messages::start(PyObject* const* args, Py_ssize_t count, std::shared_ptr<St
     int64_t nbytes = 0;
     for (size_t i = 0; i < messages.size(); ++i) {
       if (!memory || !read(args + 4 * i, inputs, messages[i])) return left();
-      if (inputs.storage() && PyList_Append(memory.get(), inputs.storage().get()) != 0) return nullptr;
+      const Object storage = descriptors().untyped_storage.of(args[4 * i + 1]);
+      if (!storage || PyList_Append(memory.get(), storage.get()) != 0) return nullptr;
       nbytes += messages[i].bytes;
     }
     if (!turn.begin(name_of_messages(), whole, nbytes, nullptr)) return nullptr;

@@ -23,16 +23,10 @@ Object named_tuple(PyObject* type, std::initializer_list<PyObject*> fields) {
   return values;
 }
 
-bool give(Results& made, std::vector<Object*> owners) {
-  for (size_t at = owners.size(); at-- > 0;) {
-    if (owners[at] != nullptr) continue;
-    made.drop(at);
-    owners.erase(owners.begin() + static_cast<std::ptrdiff_t>(at));
-  }
-  const Object list = made.to_objects();
-  for (size_t i = 0; list && i < owners.size(); ++i)
-    *owners[i] = Object::borrowed(PyList_GET_ITEM(list.get(), static_cast<Py_ssize_t>(i)));
-  return static_cast<bool>(list);
+bool give(Results& made, const std::vector<Object*>& owners) {
+  for (size_t at = 0; at < owners.size(); ++at)
+    if (owners[at] != nullptr && !(*owners[at] = made.object(at))) return false;
+  return true;
 }
 
 bool make_parts(Results& made, std::vector<Object*>& owners, const std::vector<Part>& parts, bool is_shared) {

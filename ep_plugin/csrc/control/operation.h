@@ -97,8 +97,8 @@ Object named_tuple(PyObject* type, std::initializer_list<PyObject*> fields);
 // Words of int32, up to where a tensor of its own might begin.
 inline int64_t aligned(int64_t words) { return (words + 31) / 32 * 32; }
 
-// Makes objects of tensors, each for its owner, and deletes those without one. Returns false with Python's error set.
-bool give(Results& made, std::vector<Object*> owners);
+// Gives each tensor's object to its owner, if it has one. Returns false with Python's error set.
+bool give(Results& made, const std::vector<Object*>& owners);
 
 // A small tensor. columns 0: it has one dimension.
 struct Part {

@@ -10,7 +10,7 @@ namespace ep::control {
 namespace {
 
 constexpr uint32_t kMajor = 1;  // the major version of DLPack
-constexpr char kLibrary[] = "libtorch_cpu.so";
+constexpr char kLibrary[] = "libtorch_cpu.so", kPythonLibrary[] = "libtorch_python.so";
 
 TorchFunctions functions{};
 TensorDescriptors found_descriptors{};
@@ -18,18 +18,19 @@ void* library = nullptr;
 PyObject* torch_module = nullptr;
 const DLExchangeApi* api = nullptr;
 // Python's objects live as long as the process.
-PyObject *tensor_type = nullptr, *parameter_type = nullptr, *adopt = nullptr, *release = nullptr,
+PyObject *tensor_type = nullptr, *parameter_type = nullptr, *release = nullptr,
          *empty_strided = nullptr, *num_modes = nullptr, *transforms = nullptr, *is_profiling = nullptr,
          *is_deterministic = nullptr, *forward_ad = nullptr, *level_name = nullptr,
          *current_device = nullptr;   // null in PyTorch's builds for CPUs
 std::map<int32_t, PyObject*> dtypes;  // torch's objects, by number
 
 template <class Function>
-bool find(const char* name, Function& function) {
-  function = reinterpret_cast<Function>(dlsym(library, name));
+bool find(const char* name, Function& function, const char* of = kLibrary) {
+  void* const loaded = of == kLibrary ? library : dlopen(of, RTLD_NOW | RTLD_NOLOAD);
+  function = loaded == nullptr ? nullptr : reinterpret_cast<Function>(dlsym(loaded, name));
   if (function != nullptr) return true;
   PyErr_Format(PyExc_ImportError, "expected the function %s in %s, found none; ep_plugin needs PyTorch 2.11 or newer",
-               name, kLibrary);
+               name, of);
   return false;
 }
 
@@ -42,19 +43,17 @@ PyObject* attribute(PyObject* object, std::initializer_list<const char*> path) {
 }
 
 bool find_descriptors(PyObject* torch) {
-  const Object tensor(attribute(torch, {"Tensor"})), storage(attribute(torch, {"UntypedStorage"}));
+  const Object tensor(attribute(torch, {"Tensor"}));
   TensorDescriptors& found = found_descriptors;
-  return tensor && storage && found.is_neg.find(tensor.get(), "is_neg") && found.dtype.find(tensor.get(), "dtype") &&
+  return tensor && found.is_neg.find(tensor.get(), "is_neg") && found.dtype.find(tensor.get(), "dtype") &&
          found.requires_grad.find(tensor.get(), "requires_grad") &&
          found.untyped_storage.find(tensor.get(), "untyped_storage") &&
-         found.storage_bytes.find(storage.get(), "nbytes") && found.storage_address.find(storage.get(), "data_ptr");
+         found.implementation.find(tensor.get(), "_cdata");
 }
 
 bool find_objects(PyObject* torch) {
   tensor_type = attribute(torch, {"Tensor"});
   parameter_type = attribute(torch, {"nn", "Parameter"});
-  adopt = attribute(torch, {"_C", "_aoti", "alloc_tensors_by_stealing_from_void_ptrs"});
-  if (adopt == nullptr && functions.torch_tensor_to_pyobject != nullptr) PyErr_Clear();
   release = attribute(torch, {"_C", "_aoti", "unsafe_alloc_void_ptrs_from_tensors"});
   empty_strided = attribute(torch, {"empty_strided"});
   num_modes = attribute(torch, {"_C", "_len_torch_dispatch_stack"});
@@ -78,6 +77,22 @@ bool find_api() {
                "expected %s of version 1 in torch.Tensor, found none; ep_plugin needs PyTorch 2.11 or newer",
                kDLExchangeApiName);
   return false;
+}
+
+// THPVariable_Wrap(const at::TensorBase&) of PyTorch 2.11 to 2.13: the object of a tensor. Null with Python's error set.
+PyObject* (*wrap)(TensorHandle) = nullptr;
+
+int32_t wrap_tensor(TensorHandle tensor, void*, void** made) {
+  *made = wrap(tensor);
+  return *made == nullptr ? 1 : 0;
+}
+
+bool find_to_object() {
+  auto& to_object = functions.torch_tensor_to_pyobject;
+  to_object = reinterpret_cast<decltype(+to_object)>(dlsym(library, "torch_tensor_to_pyobject"));
+  if (to_object != nullptr) return true;
+  to_object = &wrap_tensor;
+  return find("_Z16THPVariable_WrapRKN2at10TensorBaseE", wrap, kPythonLibrary);
 }
 
 // The strides of a contiguous tensor of up to 4 dimensions.
@@ -141,12 +156,13 @@ bool find_torch(PyObject* torch) {
     PyErr_Format(PyExc_ImportError, "expected %s to be loaded by PyTorch, found none", kLibrary);
     return false;
   }
-  auto& to_object = functions.torch_tensor_to_pyobject;
-  to_object = reinterpret_cast<decltype(+to_object)>(dlsym(library, "torch_tensor_to_pyobject"));
-  return find("aoti_torch_empty_strided", functions.aoti_torch_empty_strided) &&
+  return find_to_object() && find("aoti_torch_empty_strided", functions.aoti_torch_empty_strided) &&
          find("aoti_torch__reinterpret_tensor", functions.aoti_torch__reinterpret_tensor) &&
          find("aoti_torch_get_data_ptr", functions.aoti_torch_get_data_ptr) &&
          find("aoti_torch_delete_tensor_object", functions.aoti_torch_delete_tensor_object) &&
+         find("aoti_torch_get_dtype", functions.aoti_torch_get_dtype) &&
+         find("aoti_torch_get_storage_offset", functions.aoti_torch_get_storage_offset) &&
+         find("aoti_torch_get_storage_size", functions.aoti_torch_get_storage_size) &&
          find("aoti_torch_grad_mode_is_enabled", functions.aoti_torch_grad_mode_is_enabled) && find_objects(torch) &&
          find_descriptors(torch) && find_api();
 }
@@ -242,26 +258,10 @@ bool Results::view(size_t of, std::initializer_list<int64_t> sizes, int64_t begi
   return true;
 }
 
-void Results::drop(size_t at) {
-  functions.aoti_torch_delete_tensor_object(held_[at]);
-  held_.erase(held_.begin() + static_cast<std::ptrdiff_t>(at));
-}
-
-Object Results::to_objects() {
-  Object list(PyList_New(static_cast<Py_ssize_t>(held_.size())));
-  for (size_t i = 0; list && i < held_.size(); ++i) {
-    void* object = nullptr;
-    if (functions.torch_tensor_to_pyobject == nullptr)
-      object = PyCapsule_New(held_[i], nullptr, nullptr);
-    else if (functions.torch_tensor_to_pyobject(held_[i], nullptr, &object) != 0)  // a reference of its own
-      out_of_memory();
-    if (object == nullptr) return Object();
-    PyList_SET_ITEM(list.get(), static_cast<Py_ssize_t>(i), static_cast<PyObject*>(object));
-  }
-  if (!list || functions.torch_tensor_to_pyobject != nullptr) return list;
-  Object objects(PyObject_CallOneArg(adopt, list.get()));
-  if (objects) held_.clear();  // the objects have taken the handles
-  return objects;
+Object Results::object(size_t at) {
+  void* object = nullptr;
+  if (functions.torch_tensor_to_pyobject(held_[at], nullptr, &object) != 0 && !PyErr_Occurred()) out_of_memory();
+  return Object(static_cast<PyObject*>(object));
 }
 
 }  // namespace ep::control

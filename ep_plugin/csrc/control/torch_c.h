@@ -66,10 +66,10 @@ class Descriptor {
   void* closure_ = nullptr;
 };
 
-// The methods and attributes of tensors and storages that C reads.
+// The methods and attributes of tensors that C reads.
 struct TensorDescriptors {
   Descriptor is_neg, dtype, requires_grad, untyped_storage;
-  Descriptor storage_bytes, storage_address;
+  Descriptor implementation;  // `_cdata`, the address of PyTorch's object
 };
 const TensorDescriptors& descriptors();
 
@@ -86,8 +86,11 @@ struct TorchFunctions {
                                             TensorHandle* ret_new_tensor);
   int32_t (*aoti_torch_get_data_ptr)(TensorHandle tensor, void** ret_data_ptr);
   int32_t (*aoti_torch_delete_tensor_object)(TensorHandle tensor);
+  int32_t (*aoti_torch_get_dtype)(TensorHandle tensor, int32_t* ret_dtype);
+  int32_t (*aoti_torch_get_storage_offset)(TensorHandle tensor, int64_t* ret_storage_offset);
+  int32_t (*aoti_torch_get_storage_size)(TensorHandle tensor, int64_t* ret_size);
   bool (*aoti_torch_grad_mode_is_enabled)();
-  // From PyTorch 2.14 on; null before.
+  // From PyTorch 2.14 on. Before, a function of our own that does the same.
   int32_t (*torch_tensor_to_pyobject)(TensorHandle ath, void* py_type, void** ret);
 };
 
@@ -96,6 +99,15 @@ enum TorchDevice : int32_t { kTorchCpu = 0, kTorchCuda = 1 };
 const TorchFunctions& torch_functions();
 // PyTorch's table, of version 1. Null before find_torch().
 const DLExchangeApi* exchange_api();
+
+// Calls function(handle) with the handle of the tensor that `object` is, for that time. Returns false, maybe with
+// Python's error set, if `object` is no tensor.
+template <class Function>
+bool with_handle(PyObject* object, const Function& function) {
+  int64_t implementation = 0;  // a handle is the address of an at::Tensor, and that is one pointer
+  return descriptors().implementation.number_of(object, &implementation) &&
+         function(reinterpret_cast<TensorHandle>(&implementation));
+}
 
 // Finds all of it. torch: the module. Returns false with Python's error set if a function is missing.
 bool find_torch(PyObject* torch);
@@ -118,7 +130,7 @@ bool is_watched();
 // number.
 bool torch_stream(int device_index, uint64_t* stream);
 
-// New tensors of one device. It deletes them, unless to_objects() has passed them on.
+// New tensors of one device. It deletes them. Their objects stay.
 class Results {
  public:
   Results(int32_t device_type, int32_t device_index);
@@ -134,10 +146,8 @@ class Results {
   size_t size() const { return held_.size(); }
   // Whether PyTorch's kernels fill the tensors, as with deterministic algorithms.
   bool are_filled() const { return must_fill_; }
-  // Deletes a tensor, whose views stay.
-  void drop(size_t at);
-  // Returns a list of tensor objects, in the order in which they were added. None with Python's error set.
-  Object to_objects();
+  // Returns the tensor's object. None with Python's error set.
+  Object object(size_t at);
 
  private:
   TensorHandle made_by_python(size_t num_dims, const int64_t* sizes, const int64_t* strides, int32_t dtype) const;

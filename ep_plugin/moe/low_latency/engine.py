@@ -255,7 +255,6 @@ _C.set_python_objects(
     torch.int64,
     counts.num_served,
     counts.num_served_of_kind,
-    counts.DISPATCHES,
     Sums,
 )
 
