@@ -6,8 +6,9 @@ time of a call that waits for totals includes the device's time. In a round trip
 and the host waits for the end of the combine. Other suites compare the results of these calls with plain torch; this
 suite compares nothing.
 
-`a + b` and `empty` show the cost of a launch and of an allocation on this host. If DeepEP's package can be imported,
-its calls stand beside the calls of ep_plugin.deep_ep. Over several nodes there are no low-latency calls and no buffers.
+`a + b` and `empty` show the cost of a launch and of an allocation on this host. All calls take turns, since the speed
+of a host changes. If DeepEP's package can be imported, its calls stand beside the calls of ep_plugin.deep_ep. Over
+several nodes there are no low-latency calls and no buffers.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
+import itertools
 import math
 import time
 from collections.abc import Iterator
@@ -29,7 +31,7 @@ import ep_plugin.moe.operators  # noqa: F401  imported here, so that no timed ca
 from ep_plugin.bench.exchange import workload
 from ep_plugin.bench.exchange.peers import DEEP_EP
 from ep_plugin.bench.exchange.workload import DTYPES, Batch, ExchangeSuite, batches
-from ep_plugin.bench.suite import BY_BACKEND, OURS, OverNodes, Row, Way, backend_of, check_names, time_ways
+from ep_plugin.bench.suite import BY_BACKEND, OURS, OverNodes, Way, backend_of, check_names, time_ways
 from ep_plugin.bench.suites.collectives import all_gather, reduce_scatter
 from ep_plugin.bench.timing import Clock, Run, Sample
 from ep_plugin.collectives import HierarchicalAllGather, HierarchicalReduceScatter
@@ -66,14 +68,13 @@ class HostSuite(OverNodes, ExchangeSuite):
 
     def measure(self, device: torch.device) -> dict[str, Any]:
         batch = batches(self.workload, DTYPES[self.dtype], device)[dist.get_rank()]
-        rows: list[Row] = []
         parts = [_torch_and_backend, _collectives, _communicators, _round_trips, _buffers]
         if self.nodes > 1:
             parts.remove(_buffers)
-        for part in parts:
-            with contextlib.ExitStack() as opened:
-                ways = [Way(case=case, impl=impl, run=run) for case, impl, run in part(self, batch, opened)]
-                rows += time_ways(_clock(device, self.calls), ways, self.iterations)
+        with contextlib.ExitStack() as opened:
+            calls = itertools.chain.from_iterable(part(self, batch, opened) for part in parts)
+            ways = [Way(case=case, impl=impl, run=run) for case, impl, run in calls]
+            rows = time_ways(_clock(device, self.calls), ways, self.iterations)
         return {"rows": rows, "notes": [f"microseconds of the host, the mean of {self.calls} calls in a row"]}
 
 
