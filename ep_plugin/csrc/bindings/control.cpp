@@ -141,7 +141,8 @@ void bind_low_latency_engine(py::module_& m) {
       .def("forget", &LowLatency::forget)
       .def("close", &LowLatency::close)
       .def("set_number", [](LowLatency& engine, const py::int_& number) { engine.number = Object(kept(number)); })
-      .def("set_serves", [](LowLatency& engine, const py::tuple& served_as) { engine.serves = Object(kept(served_as)); })
+      .def("set_serves",
+           [](LowLatency& engine, const py::tuple& served_as) { engine.serves = Object(kept(served_as)); })
       .def_readonly("num_calls", &LowLatency::num_calls)
       .def("remember_dispatch",
            [](LowLatency& engine, bool is_for_buffer, const std::string& form, const py::tuple& settings,
@@ -232,13 +233,12 @@ void bind_control(py::module_& m) {
     return py::reinterpret_steal<py::list>(kept.release());
   });
   m.def("forget_calls", &control::CallLog::forget);
-  m.def("set_python_objects",
-        [](const py::object& output_type, const py::object& handle_type, const py::object& nothing,
-           const py::object& int64, const py::dict& num_served, const py::dict& num_served_of_kind,
-           const py::object& sums) {
-          control::python_objects() = {kept(output_type), kept(handle_type),        kept(nothing), kept(int64),
-                                       kept(num_served),  kept(num_served_of_kind), kept(sums)};
-        });
+  m.def("set_python_objects", [](const py::object& output_type, const py::object& handle_type,
+                                 const py::object& nothing, const py::object& int64, const py::dict& num_served,
+                                 const py::dict& num_served_of_kind, const py::object& sums) {
+    control::python_objects() = {kept(output_type), kept(handle_type),        kept(nothing), kept(int64),
+                                 kept(num_served),  kept(num_served_of_kind), kept(sums)};
+  });
   bind_started_operation(m);
   bind_low_latency_engine(m);
 }

@@ -145,7 +145,8 @@ void bind_engine(py::module_& m) {
       .def("set_kernels", &set_kernels)
       .def("set_streams", &set_streams)
       .def("set_number", [](HighThroughput& engine, const py::int_& number) { engine.number = Object(kept(number)); })
-      .def("set_serves", [](HighThroughput& engine, const py::tuple& served_as) { engine.serves = Object(kept(served_as)); })
+      .def("set_serves",
+           [](HighThroughput& engine, const py::tuple& served_as) { engine.serves = Object(kept(served_as)); })
       .def("forget_plans",
            [](HighThroughput& engine) {
              engine.dispatches.clear();

@@ -15,9 +15,9 @@ namespace ep::control {
 
 // Objects of Python that live as long as the process.
 struct PythonObjects {
-  PyObject *output_type, *handle_type;  // DispatchOutput, DispatchHandle
-  PyObject* nothing;                    // in the place of the tensors that low latency's handles do not need
-  PyObject* int64;                      // torch's dtype
+  PyObject *output_type, *handle_type;        // DispatchOutput, DispatchHandle
+  PyObject* nothing;                          // in the place of the tensors that low latency's handles do not need
+  PyObject* int64;                            // torch's dtype
   PyObject *num_served, *num_served_of_kind;  // of counts
   PyObject* sums;                             // statistics.Sums
 };

@@ -3,6 +3,7 @@
 #include <dlfcn.h>
 
 #include <algorithm>
+#include <exception>
 #include <map>
 
 namespace ep::control {
@@ -18,9 +19,9 @@ void* library = nullptr;
 PyObject* torch_module = nullptr;
 const DLExchangeApi* api = nullptr;
 // Python's objects live as long as the process.
-PyObject *tensor_type = nullptr, *parameter_type = nullptr, *release = nullptr,
-         *empty_strided = nullptr, *num_modes = nullptr, *transforms = nullptr, *is_profiling = nullptr,
-         *is_deterministic = nullptr, *forward_ad = nullptr, *level_name = nullptr,
+PyObject *tensor_type = nullptr, *parameter_type = nullptr, *release = nullptr, *empty_strided = nullptr,
+         *num_modes = nullptr, *transforms = nullptr, *is_profiling = nullptr, *is_deterministic = nullptr,
+         *forward_ad = nullptr, *level_name = nullptr,
          *current_device = nullptr;   // null in PyTorch's builds for CPUs
 std::map<int32_t, PyObject*> dtypes;  // torch's objects, by number
 
@@ -79,11 +80,16 @@ bool find_api() {
   return false;
 }
 
-// THPVariable_Wrap(const at::TensorBase&) of PyTorch 2.11 to 2.13: the object of a tensor. Null with Python's error set.
+// THPVariable_Wrap(const at::TensorBase&) of PyTorch 2.11 to 2.13: the object of a tensor. Null with Python's error
+// set.
 PyObject* (*wrap)(TensorHandle) = nullptr;
 
 int32_t wrap_tensor(TensorHandle tensor, void*, void** made) {
-  *made = wrap(tensor);
+  try {
+    *made = wrap(tensor);
+  } catch (const std::exception&) {  // Python's error is set, or there is no memory
+    *made = nullptr;
+  }
   return *made == nullptr ? 1 : 0;
 }
 
