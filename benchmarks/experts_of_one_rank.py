@@ -4,12 +4,14 @@
 
 A layer holds what one of 4 ranks would hold of the model's experts, in BF16. 32,768 rows, as many for each expert, go
 forward and backward through all layers. The three ways take turns, step by step. `step_ms` is the median of 15 steps
-after 5, without the optimizer. `peak_mib` is PyTorch's peak of a step. `copied_mb` is what operators that only copy
-write in a step. Then each way trains for 50 steps from the same weights, and the losses with FSDP2 must be equal.
+after 5, without the optimizer. `peak_mib` is PyTorch's peak of such a step. `copied_mb` is what operators that only
+copy or cast write in it. Then each way trains for 50 steps from the same weights, and the losses with FSDP2 must be
+equal.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import os
@@ -72,7 +74,7 @@ class Experts(nn.Module):
 
 
 class Copied(TorchDispatchMode):
-    """Counts the bytes that operators write which only copy."""
+    """Counts the bytes that operators write which only copy or cast."""
 
     NAMES = "copy", "clone", "cat", "all_gather", "allgather", "reduce_scatter"
 
@@ -104,10 +106,11 @@ def measure(name: str, device: torch.device) -> dict[str, Any]:
             times[way].append(_time(step, device))
     found = {way: {"step_ms": round(statistics.median(times[way][WARM_UP:]), 3)} for way in WAYS}
     losses = {}
-    del steps
+    del steps, step
     for way in WAYS:
-        step = _step(way, sizes, rows, trains=True)
-        losses[way] = [step().item() for _ in range(TRAINED)]
+        gc.collect()  # FSDP2's modules refer to each other
+        step = _step(way, sizes, rows)
+        step()
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
             step()
@@ -115,13 +118,15 @@ def measure(name: str, device: torch.device) -> dict[str, Any]:
         with Copied() as copied:
             step()
         found[way]["copied_mb"] = round(copied.nbytes / 1e6, 3)
+        losses[way] = [step(trains=True).item() for _ in range(TRAINED)]
+        del step
     if losses["FSDP2"] != losses["FSDP2 with ep_plugin"] or not all(map(math.isfinite, losses["FSDP2"])):
         raise SystemExit(f"losses of {name}: expected equal ones, got {losses}")
     return {"sizes": vars(sizes), "ways": found, "losses": {"first": losses["FSDP2"][0], "last": losses["FSDP2"][-1]}}
 
 
-def _step(way: str, sizes: Sizes, rows: torch.Tensor, *, trains: bool = False) -> Callable[[], torch.Tensor]:
-    """Returns a step of a new model, which returns the loss. trains: it ends with the optimizer."""
+def _step(way: str, sizes: Sizes, rows: torch.Tensor) -> Callable[..., torch.Tensor]:
+    """Returns a step of a new model, which returns the loss. With trains=True it ends with the optimizer."""
     model = nn.Sequential(*(Experts(sizes, rows.device) for _ in range(sizes.layers)))
     if way != WAYS[0]:
         for layer in model:
@@ -131,7 +136,7 @@ def _step(way: str, sizes: Sizes, rows: torch.Tensor, *, trains: bool = False) -
         fsdp2.enable(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
 
-    def step() -> torch.Tensor:
+    def step(trains: bool = False) -> torch.Tensor:
         optimizer.zero_grad()
         loss = model(rows).float().square().mean()
         loss.backward()

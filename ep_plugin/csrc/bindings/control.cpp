@@ -128,7 +128,6 @@ void bind_low_latency_engine(py::module_& m) {
         engine->shared.shrink = shrink;
         engine->shared.num_sms = num_sms;
         engine->shared.state = state;
-        engine->number = Object(py::str("").release().ptr());
         return engine;
       }))
       .def("functions", &functions_of)

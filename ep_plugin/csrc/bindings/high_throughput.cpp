@@ -125,10 +125,8 @@ void bind_engine(py::module_& m) {
       .def(
           py::init([](const py::object& owner, const py::object& running, const py::object& device,
                       std::shared_ptr<control::CallLog> log, const std::string& name, Address board, int device_index) {
-            auto engine = std::make_shared<HighThroughput>(owner.ptr(), running.ptr(), device.ptr(), std::move(log),
-                                                           name, board, device_index);
-            engine->number = Object(py::str("").release().ptr());
-            return engine;
+            return std::make_shared<HighThroughput>(owner.ptr(), running.ptr(), device.ptr(), std::move(log), name,
+                                                    board, device_index);
           }))
       .def("set_facts",
            [](HighThroughput& engine, int layout, int alignment, int size, int num_experts, int64_t max_tokens,

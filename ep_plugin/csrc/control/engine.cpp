@@ -75,6 +75,8 @@ Engine::Engine(PyObject* owner, PyObject* running, PyObject* device, std::shared
     : name(std::move(name)),
       board(board),
       device_index(device_index),
+      number(PyUnicode_FromString("")),
+      serves(Py_BuildValue("(ss)", "", "")),
       log_(std::move(log)),
       owner_(PyWeakref_NewRef(owner, nullptr)),
       running_(Object::borrowed(running)),
