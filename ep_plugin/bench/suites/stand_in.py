@@ -15,6 +15,7 @@ On CPUs the ranks are threads that run the kernels of CPUs. That tests the suite
 from __future__ import annotations
 
 import functools
+import gc
 import itertools
 import threading
 from collections import deque
@@ -124,6 +125,7 @@ class StandIn:
         """Captures `does` in a CUDA graph with memory from `pool`, and returns its replay. Returns `does` on CPUs."""
         if self.device.type == "cpu":
             return does
+        gc.collect()  # a graph that is deleted during a capture makes the capture fail
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool):
             does()

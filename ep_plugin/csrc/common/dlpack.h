@@ -5,7 +5,7 @@
 namespace ep {
 
 enum DLDeviceType : int32_t { kDLCpu = 1, kDLCuda = 2 };
-enum DLTypeCode : uint8_t { kDLUnsigned = 1, kDLComplex = 5 };
+enum DLTypeCode : uint8_t { kDLSigned = 0, kDLUnsigned = 1, kDLComplex = 5, kDLBool = 6 };
 
 struct DLTensor {
   void* data;

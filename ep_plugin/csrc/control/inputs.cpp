@@ -51,7 +51,9 @@ bool Inputs::append(PyObject* object, RowsInForm rows) {
            (!is_read || (last_.data != nullptr && holds_all(tensor)));
   };
   if (!with_handle(object, ask_for_rest)) return false;
-  if (torch_functions().aoti_torch_grad_mode_is_enabled())
+  const uint8_t type = last_.type_code;
+  const bool may_have_gradient = type != kDLSigned && type != kDLUnsigned && type != kDLBool;
+  if (may_have_gradient && torch_functions().aoti_torch_grad_mode_is_enabled())
     needs_grad_ |= ask.requires_grad.of(object).get() != Py_False;
   if (PyErr_Occurred()) return false;
   const auto misaligned = static_cast<int32_t>(address_of(last_) % kRowAlign);
