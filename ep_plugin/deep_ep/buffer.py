@@ -17,12 +17,13 @@ from ep_plugin.deep_ep import arguments, handles, layout
 from ep_plugin.deep_ep.arguments import Rows
 from ep_plugin.deep_ep.handles import Handle
 from ep_plugin.deep_ep.low_latency import LowLatencyCalls
-from ep_plugin.deep_ep.shared import SharedCommunicators, eager, sms_of
+from ep_plugin.deep_ep.shared import SharedCommunicators, device_of, eager, sms_of
 from ep_plugin.deep_ep.tuning import Config
 from ep_plugin.deep_ep.utils.event import EventHandle, EventOverlap, ordered
 from ep_plugin.errors import NotSupported
 from ep_plugin.moe.arguments import check_tensors
 from ep_plugin.moe.communicator import MoECommunicator
+from ep_plugin.moe.low_latency.engine import check_nodes
 from ep_plugin.moe.registry import communicator
 from ep_plugin.runtime.tensors import keep_form
 from ep_plugin.transport.groups import Group, is_alive
@@ -40,15 +41,15 @@ class Buffer(LowLatencyCalls, SharedCommunicators):
 
     Args:
         group: the ranks; None: the default group.
-        low_latency_mode: whether it has the low-latency calls, too. All ranks must then be on one node.
+        low_latency_mode: whether it has the low-latency calls, too. On GPUs all ranks must then be on one node.
         explicitly_destroy: whether `destroy` will be called.
         enable_shrink: whether low-latency calls mask a rank for which another one waits 100 s, or the group's timeout
             if that is less, and go on without it. Needs low_latency_mode.
         comm (MPI): not supported. The other arguments are DeepEP's and have no effect.
 
     Raises:
-        NotSupported: an argument that is not supported; nodes with different numbers of ranks; on several nodes low
-            latency, or a group whose backend cannot send the memory of the process's GPU to other nodes.
+        NotSupported: an argument that is not supported; nodes with different numbers of ranks; on several nodes
+            enable_shrink, low latency on GPUs, or a group whose backend cannot send the memory of the process's GPU.
         ValueError: a wrong argument, before anything is launched.
         PeerTimeout, PeerAborted: as MoECommunicator.
     """
@@ -79,11 +80,8 @@ class Buffer(LowLatencyCalls, SharedCommunicators):
         self.rank, self.group_size = self.group.rank(), self.group.size()
         self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
         self.low_latency_mode, self.enable_shrink = low_latency_mode, enable_shrink
-        if low_latency_mode and self._nodes.num_nodes > 1:
-            raise NotSupported(
-                f"Buffer(low_latency_mode=True): expected all {self.group_size} ranks on one node, got "
-                f"{self._nodes.num_nodes} nodes; dispatch and combine serve such groups"
-            )
+        if low_latency_mode:
+            check_nodes(self._nodes, device_of(self.group), enable_shrink)
         super().__init__()
         self._checked: set[bytes] = set()  # forms of topk_idx for get_dispatch_layout
         self._in_c: list[tuple[Any, Callable[..., Any], Callable[..., Any]]] = []

@@ -68,6 +68,7 @@ class Rail:
         captures: whether a CUDA graph can capture the messages.
         held: whether CUDA graphs may have its operations. NCCL ends a communicator when the last of them is gone.
         progress: says which works the device has come to; None where the host waits.
+        takes_shorter: whether a message may be shorter than its receiver expects.
     """
 
     def __init__(
@@ -77,6 +78,7 @@ class Rail:
         self._backend, self.ident, self.progress, self._direct = backend, ident, progress, direct
         self.users: set[User] = set()
         self.gathers = self.together = self.captures = progress is not None
+        self.takes_shorter = progress is None  # gloo does
         self._ended = self.held = False
 
     def begin(self, messages: Sequence[Message], number: int = 0) -> list[Any]:
@@ -166,7 +168,7 @@ def _ended() -> RuntimeError:
 class GroupRail:
     """Serves as a Rail, over the user's group. Communicators neither share nor close it."""
 
-    gathers = captures = held = False
+    gathers = captures = held = takes_shorter = False
     ident, progress = "", None
 
     def __init__(self, group: dist.ProcessGroup, ranks: Sequence[int], together: bool) -> None:

@@ -164,7 +164,9 @@ class Rails:
         copies = [(arrived[node], into) for node, into in landing.items()]
         return UnderWay(works=[(None, work) for work in works], copies=copies, captured=captured)
 
-    def start(self, sends: Iterable[Piece], receives: Iterable[Piece], what: str = "") -> UnderWay:
+    def start(
+        self, sends: Iterable[Piece], receives: Iterable[Piece], what: str = "", label: str | None = None
+    ) -> UnderWay:
         """Begins to send and receive. On GPUs the messages are ordered after the caller's stream.
 
         Args:
@@ -172,16 +174,22 @@ class Rails:
                 the message begins, and its bytes.
             receives: the same of each message that comes from a node.
             what: describes the messages in errors.
+            label: lets messages meet by this text, in place of their size. A receiver then states the most bytes that
+                may come, and `bytes_received` does not count them. Only with `takes_shorter`.
         """
         opened = self._opened()
         messages: list[Message] = []
         nbytes = 0
+        named = 0 if label is None else zlib.crc32(label.encode(), self._named) >> 1
         for node, tensor, begin, size in sends:
             nbytes += size
-            messages.append((node, tensor, begin, size, True, zlib.crc32(b"%d" % size, self._named) >> 1))
+            tag = named if label is not None else zlib.crc32(b"%d" % size, self._named) >> 1
+            messages.append((node, tensor, begin, size, True, tag))
         for node, tensor, begin, size in receives:
-            self.bytes_received += size
-            messages.append((node, tensor, begin, size, False, zlib.crc32(b"%d" % size, self._named) >> 1))
+            if label is None:
+                self.bytes_received += size
+            tag = named if label is not None else zlib.crc32(b"%d" % size, self._named) >> 1
+            messages.append((node, tensor, begin, size, False, tag))
         if not messages:
             return UnderWay(works=[], what=what)
         works, captured = self._begin(opened, what, nbytes, functools.partial(opened.begin, messages))
@@ -238,6 +246,11 @@ class Rails:
                 self.waited_ns[self._ranks[node]] += time.monotonic_ns() - since
         if under_way.captured is not None:
             under_way.captured.wait()
+
+    @property
+    def takes_shorter(self) -> bool:
+        """Returns whether a message may be shorter than its receiver expects."""
+        return self._rail is not None and self._rail.takes_shorter
 
     @property
     def captures(self) -> bool:

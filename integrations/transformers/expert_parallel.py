@@ -28,7 +28,7 @@ from ep_plugin.integrations import hooks
 from ep_plugin.integrations.communicators import communicator_or_none, in_layer
 from ep_plugin.integrations.groups import check_group
 from ep_plugin.integrations.transformers.lora import serve_adapters
-from ep_plugin.moe.low_latency.engine import check_one_node
+from ep_plugin.moe.low_latency.engine import check_nodes
 from ep_plugin.ranges import opener
 
 if TYPE_CHECKING:
@@ -103,7 +103,9 @@ class EpPluginExpertParallel(EPImplementation):
 
     def check_low_latency(self) -> None:
         """Raises NotSupported if the expert-parallel group cannot exchange in low latency. Collective."""
-        check_group("transformers", self.ep_mesh.get_group(), self.ep_mesh.device_type, check_one_node)
+        device = torch.device(self.ep_mesh.device_type)
+        check = functools.partial(check_nodes, device=device)
+        check_group("transformers", self.ep_mesh.get_group(), device.type, check)
 
     def _communicator(self, x: torch.Tensor, topk_ids: torch.Tensor) -> MoECommunicator | None:
         """Returns the communicator for these tokens, or None if transformers' own exchange serves the group."""

@@ -27,6 +27,7 @@ LOW_LATENCY_SMS = 2
 
 KERNELS = [
     "table",
+    "low_latency_over_nodes",
     "plan",
     "positions",
     "notify",

@@ -26,6 +26,7 @@ void bind(py::module_& m, const char* name, void (*kernel)(const Args&...)) {
 PYBIND11_MODULE(_simt, m) {
   const ep::KernelTable& table = ep::cuda_kernels();
   m.attr("table") = reinterpret_cast<uint64_t>(&table);
+  m.attr("low_latency_over_nodes") = table.low_latency_over_nodes;
   bind(m, "plan", table.plan);
   bind(m, "positions", table.positions);
   bind(m, "notify", table.notify);

@@ -80,8 +80,8 @@ def _refused(rank: int, size: int) -> None:
             _ = comm.rank_mask
         round_trip(comm, inputs)
     os.environ["EP_PLUGIN_RANKS_PER_NODE"] = "1"
-    with pytest.raises(NotSupported, match='mode="ll": expected all 3 ranks on one node, got 3 nodes of 1'):
-        low_latency(CASE)
+    with pytest.raises(NotSupported, match='shrink: expected False in mode="ll" over several nodes, got True for 3'):
+        low_latency(CASE, shrink=True)
 
 
 def test_wrong_arguments_are_refused_by_name() -> None:

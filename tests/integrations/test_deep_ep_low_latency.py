@@ -23,6 +23,7 @@ from ep_plugin.errors import CommunicatorClosed, NotSupported
 from tests.integrations.deep_ep_cases import Case, Sent, make, on
 from tests.integrations.deep_ep_low_latency import check_combine, check_dispatch, results_of
 from tests.moe.moe_cases import named, on_ranks, poisoned
+from tests.moe.test_across_nodes import on_nodes
 from tests.ranks import run_ranks, values
 
 FORMATS = {None: {"use_fp8": False}, "plain": {}, "round_scale": {"round_scale": True}}
@@ -164,9 +165,9 @@ def _halves(rank: int, size: int) -> None:
 
 def _throughput(buffer: deep_ep.Buffer, sent: Any) -> None:
     rank = buffer.rank
-    per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(sent.ids[rank], FLAT.num_experts)
+    per_rank, per_node, per_expert, in_rank, _ = buffer.get_dispatch_layout(sent.ids[rank], FLAT.num_experts)
     x, _, _, _, handle, _ = buffer.dispatch(
-        sent.x[rank], None, per_rank, None, in_rank, per_expert, sent.ids[rank], sent.weights[rank]
+        sent.x[rank], None, per_rank, per_node, in_rank, per_expert, sent.ids[rank], sent.weights[rank]
     )
     times = in_rank.sum(1, keepdim=True)
     torch.testing.assert_close(buffer.combine(x, handle)[0], sent.x[rank] * times, rtol=2**-7, atol=0)
@@ -363,14 +364,36 @@ def test_bad_input_is_refused_by_name() -> None:
     on_ranks(2, _refused)
 
 
-def _over_nodes(rank: int, size: int) -> None:
-    with pytest.raises(NotSupported, match=r"low_latency_mode=True\): expected all 2 ranks on one node, got 2 nodes"):
-        deep_ep.Buffer(low_latency_mode=True)
-    deep_ep.Buffer()
+def _refused_over_nodes(rank: int, size: int) -> None:
+    with pytest.raises(NotSupported, match=r'shrink: expected False in mode="ll" over several nodes, got True for 2'):
+        deep_ep.Buffer(low_latency_mode=True, enable_shrink=True)
+    buffer, sent = _buffer(), make(CASE)
+    x, ids, weights = sent.x[rank], sent.ids[rank], sent.weights[rank]
+    y, _, handle, _, _ = buffer.low_latency_dispatch(x, ids, 20, CASE.num_experts, use_fp8=False)
+    with pytest.raises(NotSupported, match="logfmt: expected False over several nodes, got True for 2 nodes"):
+        buffer.low_latency_combine(y, ids, weights, handle, use_logfmt=True)
 
 
-def test_low_latency_over_nodes_is_refused() -> None:
-    values(run_ranks(2, _over_nodes, 2, env={"EP_PLUGIN_RANKS_PER_NODE": "1"}))
+def test_what_is_refused_over_nodes() -> None:
+    on_nodes(2, 1, _refused_over_nodes)
+
+
+def test_every_call_over_three_nodes() -> None:
+    on_nodes(3, 1, _all_calls, CASES[3], timeout_s=280)
+
+
+@pytest.mark.slow
+def test_every_call_over_two_nodes_of_two() -> None:
+    case = Case(tokens=(30, 140, 0, 4), hidden=128, experts_per_rank=3, topk=3, seed=3)
+    on_nodes(2, 2, _all_calls, [case], timeout_s=280)
+
+
+def test_halves_over_two_nodes() -> None:
+    on_nodes(2, 1, _halves)
+
+
+def test_statistics_of_waiting_name_the_late_node() -> None:
+    on_nodes(3, 1, _waits, WAITED_TOKENS["many pairs"])
 
 
 def _masks(rank: int, size: int) -> None:

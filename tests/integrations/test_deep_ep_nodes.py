@@ -281,8 +281,8 @@ def _refusals(rank: int, size: int) -> None:
             buffer.internode_dispatch(**({"x": x, "topk_idx": ids} | layout | changed))
     with pytest.raises(ValueError, match="topk_idx: expected ids from -1 to 15, got"):
         buffer.get_dispatch_layout(ids + 16, case.num_experts)
-    with pytest.raises(NotSupported, match="expected all 4 ranks on one node, got 2 nodes"):
-        deep_ep.Buffer(low_latency_mode=True)
+    with pytest.raises(NotSupported, match=r'shrink: expected False in mode="ll" over several nodes, got True for 2'):
+        deep_ep.Buffer(low_latency_mode=True, enable_shrink=True)
 
 
 def test_wrong_arguments_are_refused_by_name() -> None:

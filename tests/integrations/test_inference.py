@@ -47,6 +47,17 @@ def test_tokens_are_those_of_one_rank_alone(checkpoints: Path, size: int) -> Non
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("per_node", [1, 2])
+def test_tokens_over_two_nodes_are_those_of_one_rank_alone(checkpoints: Path, per_node: int) -> None:
+    env, size = {"EP_PLUGIN_RANKS_PER_NODE": str(per_node)}, 2 * per_node
+    for results in values(
+        run_ranks(size, cases.both, size, checkpoints, ("even",), env=env, timeout_s=280, framework="transformers")
+    ):
+        for name, (tokens, expected) in results.items():
+            assert tokens == expected, name
+
+
+@pytest.mark.slow
 def test_groups_that_each_have_all_experts(checkpoints: Path) -> None:
     for difference in values(run_ranks(4, _two_groups, checkpoints, timeout_s=240, framework="transformers")):
         assert difference < LIMIT
@@ -312,10 +323,10 @@ def test_refusals(found: list[dict[str, Any]], name: str, message: str) -> None:
 
 @pytest.mark.slow
 def test_groups_over_nodes_are_refused_before_a_forward(checkpoints: Path) -> None:
-    env = {"EP_PLUGIN_RANKS_PER_NODE": "1"}
+    env = {"EP_PLUGIN_RANKS_PER_NODE": "1", "EP_TEST_KERNELS": "simt"}  # the kernels of GPUs
     for outcome in run_ranks(2, _over_nodes, checkpoints, env=env, timeout_s=240, framework="transformers"):
         assert isinstance(outcome.error, NotSupported), outcome.trace
-        assert 'mode="ll": expected all 2 ranks on one node, got 2 nodes of 1' in str(outcome.error)
+        assert 'mode="ll": expected all 2 ranks of GPUs on one node, got 2 nodes of 1' in str(outcome.error)
 
 
 def _over_nodes(rank: int, folder: Path) -> None:
@@ -326,7 +337,7 @@ def _over_nodes(rank: int, folder: Path) -> None:
 
 @pytest.mark.slow
 def test_groups_over_nodes_fall_back_where_that_is_asked_for(checkpoints: Path) -> None:
-    env = {"EP_PLUGIN_RANKS_PER_NODE": "1", "EP_PLUGIN_FALLBACK": "stock"}
+    env = {"EP_PLUGIN_RANKS_PER_NODE": "1", "EP_PLUGIN_FALLBACK": "stock", "EP_TEST_KERNELS": "simt"}
     outcomes = run_ranks(2, _falls_back, checkpoints, env=env, timeout_s=240, framework="transformers")
     for difference, warned in values(outcomes):
         assert difference < LIMIT and warned == 1

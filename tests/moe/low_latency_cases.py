@@ -11,7 +11,7 @@ from ep_plugin import MoECommunicator, MoECommunicatorConfig
 from ep_plugin.dtypes import weight_dtype
 from ep_plugin.moe.layout import DispatchHandle, DispatchOutput
 from ep_plugin.moe.reference import reference_combine, reference_dispatch, reference_quantize
-from tests.moe.moe_cases import Case, Inputs, close, same_bits
+from tests.moe.moe_cases import Case, Inputs, close, roundings_of, same_bits
 
 
 def low_latency(case: Case, **settings: Any) -> MoECommunicator:
@@ -110,8 +110,9 @@ def check_sums(
     result: torch.Tensor,
     weighted: bool = True,
     ids_now: list[torch.Tensor] | None = None,
+    roundings: int = 2,
 ) -> None:
-    """Compares a combine with the oracle, within the roundings of partial rows and sums."""
+    """Compares a combine with the oracle, within the roundings of partial rows and sums (roundings_of)."""
     case = inputs.case
     out = reference_dispatch(inputs.x, inputs.ids, inputs.weights, num_experts=case.num_experts)
     ids_now = ids_now or inputs.ids
@@ -129,7 +130,7 @@ def check_sums(
         magnitudes.append(flat.abs())
     exact = reference_combine(rows_of, out, list(case.tokens), weights)[rank]
     magnitude = reference_combine(magnitudes, out, list(case.tokens), [weight.abs() for weight in weights])[rank]
-    close(f"combine of rank {rank}, weighted={weighted}", result, exact, magnitude, case.dtype)
+    close(f"combine of rank {rank}, weighted={weighted}", result, exact, magnitude, case.dtype, roundings)
 
 
 def round_trip(comm: MoECommunicator, inputs: Inputs, quantize: str | None = None) -> tuple[Any, DispatchHandle]:
@@ -138,5 +139,6 @@ def round_trip(comm: MoECommunicator, inputs: Inputs, quantize: str | None = Non
     out, handle = comm.dispatch(inputs.x[rank], inputs.ids[rank], quantize=quantize)
     check_rows(comm, out, inputs, quantize)
     y = expert_results(inputs, out.tokens.shape[1])
-    check_sums(inputs, rank, y, comm.combine(y[rank], handle, weights=inputs.weights[rank]))
+    sums = comm.combine(y[rank], handle, weights=inputs.weights[rank])
+    check_sums(inputs, rank, y, sums, roundings=roundings_of(comm))
     return out, handle

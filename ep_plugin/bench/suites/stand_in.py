@@ -46,6 +46,7 @@ from ep_plugin.moe.low_latency.engine import Functions, LowLatencyEngine, contro
 from ep_plugin.moe.low_latency.in_flight import LowLatencyCall
 from ep_plugin.moe.low_latency.load import LowLatencyLoad
 from ep_plugin.runtime.streams import CudaStreams, Streams, kernels_for
+from ep_plugin.transport.topology import NodeMap
 
 PREDICTED, LAUNCH = "predicted", "launch"
 TIMEOUT_S = 20.0
@@ -61,6 +62,8 @@ class Share(LowLatencyEngine):
         self.device, self.timeout_s = device, TIMEOUT_S
         self.rank = self.index = rank
         self.size = self.node_size = ranks
+        self.node, self.node_map = 0, NodeMap((tuple(range(ranks)),))
+        self.rails: Any = SimpleNamespace(nodes=[], bytes_sent=0)
         self.local_experts, self.max_tokens = config.num_experts // ranks, config.max_tokens_per_rank
         self.config_hash = config.agreement_hash() & 0x7FFFFFFF
         self._set_sizes(config)
@@ -75,7 +78,7 @@ class Share(LowLatencyEngine):
         self.call_log = _C.CallLog(self, {})
         self.control = control_of(self, self._board.data_ptr(), {})
         self.functions = Functions(**self.control.functions())
-        self.load = LowLatencyLoad(self, self.local_experts)
+        self.load = LowLatencyLoad(self, self.local_experts, self.control)
 
     @property
     def name(self) -> str:

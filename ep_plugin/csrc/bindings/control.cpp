@@ -73,7 +73,8 @@ control::Door door_of(bool is_for_buffer) {
 
 LlPlanLayout layout_of(const LowLatency& engine, const LlHeader& header) {
   if (engine.comm == nullptr) throw py::value_error("comm: expected set_comm() before");
-  return ll_plan_layout(engine.comm->num_ranks, engine.local_experts, header.max_tokens, header.topk);
+  return ll_plan_layout(engine.num_ranks(), engine.shared.shape.num_nodes, engine.local_experts, header.max_tokens,
+                        header.topk);
 }
 
 LlOperation operation_of(const LowLatency& engine, const LlHeader& header) {
@@ -117,7 +118,7 @@ void bind_low_latency_engine(py::module_& m) {
       .def(py::init([](const py::object& owner, const py::object& running, const py::object& device,
                        std::shared_ptr<control::CallLog> log, const std::string& name, Address board, int device_index,
                        Address table, std::shared_ptr<control::StreamOrder> order, int local_experts,
-                       const LlShape& shape, bool shrink, int num_sms, Address state) {
+                       const LlShape& shape, bool shrink, int num_sms, Address state, int node, Address places) {
         auto engine = std::make_shared<LowLatency>(owner.ptr(), running.ptr(), device.ptr(), std::move(log), name,
                                                    board, device_index);
         engine->run_dispatch = at<KernelTable>(table)->ll_dispatch;
@@ -128,10 +129,17 @@ void bind_low_latency_engine(py::module_& m) {
         engine->shared.shrink = shrink;
         engine->shared.num_sms = num_sms;
         engine->shared.state = state;
+        engine->shared.node = node;
+        engine->shared.places = places;
         return engine;
       }))
       .def("functions", &functions_of)
       .def("set_comm", &set_comm<LowLatency>)
+      .def("set_legs",
+           [](LowLatency& engine, const py::object& legs, bool pads) {
+             engine.legs = Object(kept(legs));
+             engine.pads_legs = pads;
+           })
       .def("set_caller",
            [](LowLatency& engine, const py::object& streams) {
              engine.caller = [streams] { return streams.attr("caller")().cast<uint64_t>(); };
@@ -143,6 +151,7 @@ void bind_low_latency_engine(py::module_& m) {
       .def("set_serves",
            [](LowLatency& engine, const py::tuple& served_as) { engine.serves = Object(kept(served_as)); })
       .def_readonly("num_calls", &LowLatency::num_calls)
+      .def_readonly("leg_bytes_received", &LowLatency::leg_bytes_received)
       .def("remember_dispatch",
            [](LowLatency& engine, bool is_for_buffer, const std::string& form, const py::tuple& settings,
               const LlHeader& header, int64_t x_stride, int id_bytes, int element, int64_t columns,

@@ -165,6 +165,7 @@ void bind_sizes(py::module_& m) {
 void bind_table(py::module_& m, const char* name, const KernelTable& table) {
   py::module_ sub = m.def_submodule(name);
   sub.attr("table") = reinterpret_cast<Address>(&table);
+  sub.attr("low_latency_over_nodes") = table.low_latency_over_nodes;
   bind_kernel(sub, "plan", table.plan);
   bind_kernel(sub, "positions", table.positions);
   bind_kernel(sub, "notify", table.notify);

@@ -38,7 +38,7 @@ void bind_constants(py::module_& m) {
 }
 
 void bind_structs(py::module_& m) {
-  EP_STRUCT(m, LlShape, max_tokens, max_topk, slot_bytes);
+  EP_STRUCT(m, LlShape, max_tokens, max_topk, slot_bytes, num_nodes, node_experts);
   auto header = Struct<LlHeader>(m, "LlHeader");
   py::list names;
   for (const auto& [name, word] : kLlHeaderNames) {
@@ -50,8 +50,8 @@ void bind_structs(py::module_& m) {
 
 void bind_sizes(py::module_& m) {
   m.def("ll_slot_bytes", &ll_slot_bytes);
-  m.def("ll_block_bytes", [](int ranks, const LlShape& shape) { return ll_layout(ranks, shape).bytes; });
-  EP_STRUCT(m, LlPlanLayout, layout_range, src_tokens, src_info, rows, words);
+  m.def("ll_block_bytes", [](int ranks, const LlShape& shape) { return ll_legs_layout(ranks, shape).bytes; });
+  EP_STRUCT(m, LlPlanLayout, layout_range, src_tokens, src_rows, src_info, rows, sent_rows, words);
   m.def("ll_plan_layout", &ll_plan_layout);
 }
 

@@ -341,6 +341,7 @@ struct KernelTable {
   void (*layout)(const LayoutArgs&);
   void (*ll_dispatch)(const LlDispatchArgs&);
   void (*ll_combine)(const LlCombineArgs&);
+  bool low_latency_over_nodes;  // whether the last two serve several nodes
 };
 
 const KernelTable& cpu_kernels();

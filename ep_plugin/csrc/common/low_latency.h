@@ -50,13 +50,17 @@
 // A rank that waits for a dead rank is late itself. So with `shrink`, a half that has waited for half of its deadline
 // adds 1 to the `waiting` word of its rank at every peer. At its end it adds 1 again. If a wait for a rank has lasted
 // for its deadline, and the word is odd or has changed meanwhile, the deadline begins anew, at most R times.
+//
+// Several nodes. All above holds inside a node: there, R, E and the ids are those of the node, and no owner has few
+// pairs. Rows for other nodes, and what comes back, travel in legs: common/low_latency_legs.h. There, R counts the
+// ranks of all nodes, and so it does in plans and outputs.
 #pragma once
 #include "common/layout.h"
 
 namespace ep {
 
 enum LlKind : int32_t { kLlDispatch = 0, kLlCombine = 1 };
-enum LlPhase : int32_t { kLlSend = 1, kLlReceive = 2 };  // bits of `phases`
+enum LlPhase : int32_t { kLlSend = 1, kLlReceive = 2, kLlForward = 4 };  // bits of `phases`; forward: several nodes
 
 // The formats in which rows travel. kLlPlain is for rows and partial rows, kLlLogfmt for partial rows in combine, and
 // the others for rows in dispatch.
@@ -165,6 +169,8 @@ struct LlShape {
   int32_t max_tokens;
   int32_t max_topk;
   int64_t slot_bytes;
+  int32_t num_nodes;
+  int32_t node_experts;  // experts of each node
 };
 // Room for the widest row, for a quantised row and a coded one of `hidden` elements, and for K weights as a row.
 EP_HD constexpr int64_t ll_slot_bytes(int64_t max_row_bytes, int64_t hidden, int64_t max_topk) {
@@ -233,22 +239,29 @@ struct LlState {
 };
 
 // ---------------------------------------------------------------------------------------------------------------
-// The plan: int32 words. `rows` is written for t < src_tokens[s], and src_info for rows that are there.
+// The plan: int32 words. R counts the ranks of all N nodes. The tokens of a source are numbered by its slots here or,
+// if it is on another node, by the rows of its leg. `rows` is written for t < src_rows[s], and src_info for rows that
+// are there.
 struct LlPlanLayout {
   int64_t
       layout_range;    // int64 [E_l][R]: the lower half is the number of rows from the source, the upper one the first
   int64_t src_tokens;  // [R]   T of each source
+  int64_t src_rows;    // [R]   its tokens that are numbered here; on one node these are src_tokens
   int64_t src_info;    // [E_l][R * T_max]: token of its source that the row is
   int64_t rows;        // [R][T_max][K]: row of each pair, counted over all experts' blocks; -1: none
+  int64_t sent_rows;   // several nodes: [T_max][N]: row of this rank's token in the leg to each node; -1: none
   int64_t words;
 };
-EP_HD constexpr LlPlanLayout ll_plan_layout(int64_t R, int64_t local_experts, int64_t max_tokens, int64_t K) {
+EP_HD constexpr LlPlanLayout ll_plan_layout(int64_t R, int64_t N, int64_t local_experts, int64_t max_tokens,
+                                            int64_t K) {
   LlPlanLayout at{};
   at.layout_range = 0;
   at.src_tokens = 2 * local_experts * R;
-  at.src_info = at.src_tokens + R;
+  at.src_rows = at.src_tokens + (N > 1 ? R : 0);
+  at.src_info = at.src_rows + R;
   at.rows = at.src_info + local_experts * R * max_tokens;
-  at.words = at.rows + R * max_tokens * K;
+  at.sent_rows = at.rows + R * max_tokens * K;
+  at.words = at.sent_rows + (N > 1 ? max_tokens * N : 0);
   return at;
 }
 

@@ -1,7 +1,8 @@
 // The kernels of low-latency dispatch and combine: one struct of arguments each, for both halves, and typed pointers
-// into the memory that common/low_latency.h describes. The rules of common/api.h for kernels hold here, too.
+// into the memory that common/low_latency.h and common/low_latency_legs.h describe. The rules of common/api.h for
+// kernels hold here, too.
 #pragma once
-#include "common/low_latency.h"
+#include "common/low_latency_legs.h"
 #include "common/views.h"
 
 namespace ep {
@@ -10,16 +11,26 @@ namespace ep {
 // `slot` is an entry of LlState::slot_epoch. Operations of a kind use two entries in turn. A kernel runs the halves in
 // `phases`. With both, receiving need not wait until sending has ended. The kernel adds the nanoseconds that it waits
 // to `wait_cost`.
+//
+// Over several nodes `comm` is the own node, and phases are kernels of their own: the host sends and receives legs
+// between them.
+//   dispatch  send half, legs with rows, receive half
+//   combine   send half, legs with weights, forwarding, legs with sums, receive half
 struct LlOperation {
   Comm comm;
   LlShape shape;
+  int32_t node;  // this rank's
+  int32_t padding;
+  Address places;  // int32 [2][R]: (node * G + local rank) of each rank of the group, then the rank of each place; one
+                   // node: 0, and ranks are places
   LlHeader header;
   int32_t phases;  // LlPhase bits
   int32_t slot;
   int32_t shrink;     // 1: a wait that passes its deadline masks the rank; 0: it is a fault
   int32_t num_sms;    // CUDA
   Address state;      // LlState
-  Address wait_cost;  // int64 [R]: time waited for each rank's ids and rows, or weights and rows; or 0
+  Address wait_cost;  // int64 [R]: time waited for each rank's ids and rows, or weights and rows; or 0. Kernels
+                      // wait for the ranks of their own node; the host adds the time of its waits for legs
   Address stream;
 };
 
@@ -31,7 +42,7 @@ struct LlDispatchArgs {
   // own even if its token names the expert twice; more rows than a source has tokens are recorded as kBadData.
   Address x;  // [T] rows, x_stride bytes apart: row_bytes each or, if quantised, row_bytes elements
   int64_t x_stride;
-  Address ids;       // [T,K] contiguous, as the caller gave them
+  Address ids;       // [T,K] contiguous, as the caller gave them: experts of all nodes
   Address topk_ids;  // out: int32 [T,K], for the handle; or 0
   int32_t id_bytes;  // 4 or 8
   int32_t element;   // type of x if it is quantised: kFloat32, kBFloat16 or kFloat16
@@ -62,6 +73,21 @@ struct LlCombineArgs {
 };
 
 EP_HD LlState& ll_state_of(const LlOperation& op) { return *at<LlState>(op.state); }
+
+// Ranks of all nodes, the place of one, and the rank at a place.
+EP_HD int ll_num_ranks(const LlOperation& op) { return op.comm.num_ranks * op.shape.num_nodes; }
+EP_HD int ll_place_of(const LlOperation& op, int rank) {
+  return op.places == 0 ? rank : at<const int32_t>(op.places)[rank];
+}
+EP_HD int ll_rank_at(const LlOperation& op, int place) {
+  return op.places == 0 ? place : at<const int32_t>(op.places)[ll_num_ranks(op) + place];
+}
+// The rank of the group that has a local rank of this node.
+EP_HD int ll_rank_here(const LlOperation& op, int local_rank) {
+  return ll_rank_at(op, op.node * op.comm.num_ranks + local_rank);
+}
+// How faults name a rank of another node: by an index behind the ranks of this one.
+EP_HD int ll_index_of(const LlOperation& op, int rank) { return op.comm.num_ranks + rank; }
 
 // One rank's block with its parts named. `sender`: the rank that writes there.
 struct LlBlock {
@@ -101,18 +127,55 @@ EP_HD LlBlock ll_block(const LlOperation& op, int rank) {
   return LlBlock{control_at(op.comm, rank), ll_layout(op.comm.num_ranks, op.shape), op.comm.num_ranks, op.shape};
 }
 
+// The parts of a rank's block behind LlBlock. A reader of another rank's legs uses the same `slot`.
+struct LlLegs {
+  Address base;
+  LlLegsLayout lay;
+  int ranks, origins;
+  LlShape shape;
+
+  EP_HD char* leg(int kind, int direction, int slot, int origin) const {
+    return at<char>(base, ll_leg_offset(lay, shape, kind, direction, slot, origin));
+  }
+  EP_HD int64_t place(int parity, int rank, int origin) const {
+    return (static_cast<int64_t>(parity) * ranks + rank) * origins + origin;
+  }
+  EP_HD uint64_t* arrived(int kind, int parity, int forwarder, int origin) const {
+    return at<uint64_t>(base, lay.arrived) + place(kind * kLlParities + parity, forwarder, origin);
+  }
+  EP_HD uint64_t* stored(int parity, int holder, int origin) const {
+    return at<uint64_t>(base, lay.stored) + place(parity, holder, origin);
+  }
+  EP_HD uint64_t* tag(int parity, int holder, int origin, int row) const {
+    return at<uint64_t>(base, lay.tags) + place(parity, holder, origin) * shape.max_tokens + row;
+  }
+  EP_HD char* partial(int parity, int holder, int origin, int row) const {
+    const int64_t slot = place(parity, holder, origin) * shape.max_tokens + row;
+    return at<char>(base, lay.partials + slot * shape.slot_bytes);
+  }
+};
+EP_HD LlLegs ll_legs(const LlOperation& op, int rank) {
+  return LlLegs{control_at(op.comm, rank), ll_legs_layout(op.comm.num_ranks, op.shape), op.comm.num_ranks,
+                op.shape.num_nodes - 1, op.shape};
+}
+
 // A plan with its parts named.
 struct LlPlan {
   int64_t* layout_range;
-  int32_t *src_tokens, *src_info, *rows;
+  int32_t *src_tokens, *src_rows, *src_info, *rows, *sent_rows;
   int64_t expert_rows;  // R * T_max
 };
 EP_HD LlPlan ll_plan_of(const LlOperation& op, Address plan) {
-  const Comm& comm = op.comm;
-  const LlPlanLayout lay = ll_plan_layout(comm.num_ranks, local_experts(comm), op.header.max_tokens, op.header.topk);
+  const int64_t ranks = ll_num_ranks(op), most = op.header.max_tokens;
+  const LlPlanLayout lay = ll_plan_layout(ranks, op.shape.num_nodes, local_experts(op.comm), most, op.header.topk);
   int32_t* words = at<int32_t>(plan);
-  return LlPlan{at<int64_t>(plan, 4 * lay.layout_range), words + lay.src_tokens, words + lay.src_info, words + lay.rows,
-                static_cast<int64_t>(comm.num_ranks) * op.header.max_tokens};
+  return LlPlan{at<int64_t>(plan, 4 * lay.layout_range),
+                words + lay.src_tokens,
+                words + lay.src_rows,
+                words + lay.src_info,
+                words + lay.rows,
+                words + lay.sent_rows,
+                ranks * most};
 }
 
 // The index of the first compared field in which two headers differ, or -1.
@@ -126,9 +189,10 @@ EP_HD int ll_header_mismatch(const LlHeader& mine, const LlHeader& theirs) {
 
 // Combine: whether a rank with T tokens uses the path for few pairs. On that path several holders write the words of a
 // pair, in one operation each. With shrink, a masked holder may write after the others have gone on. So with shrink no
-// rank uses that path, and every holder writes to places of its own.
+// rank uses that path, and every holder writes to places of its own. Nor does a rank over several nodes, where rows of
+// other nodes are summed there.
 EP_HD bool ll_has_few_pairs(const LlOperation& op, int num_tokens) {
-  return op.shrink == 0 && num_tokens * op.header.topk <= kLlFewPairs;
+  return op.shrink == 0 && op.shape.num_nodes == 1 && num_tokens * op.header.topk <= kLlFewPairs;
 }
 // Whether all owners have few pairs, for any number of tokens up to T_max.
 EP_HD bool ll_always_few_pairs(const LlOperation& op) { return ll_has_few_pairs(op, op.header.max_tokens); }

@@ -9,8 +9,12 @@ void LowLatency::forget(LowLatencyOperation& operation) {
 }
 
 void LowLatency::close() {
-  for (auto& of_kind : un_received_)
-    for (auto& kept : of_kind) const auto freed = std::exchange(kept, nullptr);
+  for (auto& of_kind : un_received_) {
+    for (auto& kept : of_kind) {
+      const auto freed = std::exchange(kept, nullptr);
+      if (freed != nullptr) freed->drop_legs();
+    }
+  }
 }
 
 bool CommunicatorDispatch::read(const LowLatency& engine, PyObject* const* args, LowLatencyDispatch::Given& given) {

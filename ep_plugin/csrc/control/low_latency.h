@@ -51,6 +51,9 @@ class LowLatency : public Engine, public std::enable_shared_from_this<LowLatency
   const std::shared_ptr<LowLatencyOperation>& un_received(int kind, bool newest) const {
     return un_received_[kind][(issued_[kind] + !newest) % 2];
   }
+  // Ranks and experts of all nodes.
+  int num_ranks() const { return comm->num_ranks * shared.shape.num_nodes; }
+  int num_experts() const { return comm->num_experts * shared.shape.num_nodes; }
   // Counts an operation as received.
   void forget(LowLatencyOperation& operation);
   // Drops all operations.
@@ -62,6 +65,9 @@ class LowLatency : public Engine, public std::enable_shared_from_this<LowLatency
   std::shared_ptr<StreamOrder> order;  // null on the CPU
   const Comm* comm = nullptr;          // of the object below; null until the communicator has memory
   int local_experts = 0;
+  Object legs;                     // Python's Legs, which sends to other nodes; none on one node
+  bool pads_legs = true;           // legs have T_max rows, not only the rows that there are
+  int64_t leg_bytes_received = 0;  // from other nodes
   Object comm_object;
   Plans<LowLatencyDispatchPlan> dispatches;
   Plans<LowLatencyCombinePlan> combines;

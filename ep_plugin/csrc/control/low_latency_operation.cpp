@@ -28,7 +28,7 @@ LowLatencyOperation::LowLatencyOperation(std::shared_ptr<LowLatency> engine, int
 bool LowLatencyOperation::has_valid_ids(const DLTensor& ids) const {
   if (engine_->is_on_gpu()) return true;
   BadId bad;
-  return !find_bad_id(address_of(ids), ids.type_bits / 8, ids.shape[0], ids.shape[1], engine_->comm->num_experts, &bad);
+  return !find_bad_id(address_of(ids), ids.type_bits / 8, ids.shape[0], ids.shape[1], engine_->num_experts(), &bad);
 }
 
 // Runs the kernel after earlier operations. Call it without the interpreter's lock.
@@ -64,13 +64,71 @@ bool LowLatencyOperation::launch(Turn& turn, int32_t phases) {
   if (!turn.begin(name(), part_of(phases), nbytes_, sends ? nullptr : &call_)) return false;
   if (sends && !prepare_to_send(turn)) return turn.failed();
   if (receives) engine_->forget(*this);
-  shared().phases = phases;
-  return turn.run([&] { run_in_order(); },
-                  [&] {
-                    if (!receives || !Engine::is_recording()) return true;
-                    const Object load = turn.load();
-                    return load && count(load.get());
-                  });
+  const bool has_run = engine_->legs ? run_over_nodes(phases) : run_phase(phases);
+  if (!has_run || !receives || !Engine::is_recording()) return turn.end(has_run);
+  const Object load = turn.load();
+  return turn.end(load && count(load.get()));
+}
+
+bool LowLatencyOperation::run_phase(int32_t phase) {
+  shared().phases = phase;
+  return run_unlocked([&] { run_in_order(); }) && engine_->check();
+}
+
+bool LowLatencyOperation::run_over_nodes(int32_t phases) {
+  const LlLeg first = first_leg();
+  if ((phases & kLlSend) != 0) {
+    if (!run_phase(kLlSend) || !begin_legs(first)) return false;
+    if (first == kLlWeights && !(wait_for_legs(first) && run_phase(kLlForward) && begin_legs(kLlSums))) return false;
+  }
+  if ((phases & kLlReceive) == 0) return true;
+  return wait_for_legs(first == kLlWeights ? kLlSums : first) && run_phase(kLlReceive);
+}
+
+// Passes for each other node where its leg begins in this rank's block, the bytes that are sent, and the most that may
+// come.
+bool LowLatencyOperation::begin_legs(LlLeg leg) {
+  static PyObject* const start = interned("start");
+  const LlOperation& op = shared();
+  const LlLegsLayout lay = ll_legs_layout(op.comm.num_ranks, op.shape);
+  const LlLegLayout rows = ll_leg_layout(leg, op.header, op.shape);
+  Object sends(PyList_New(0)), receives(PyList_New(0));
+  const auto add = [&](const Object& list, int origin, LlDirection direction, int64_t bytes) {
+    const int64_t begin = ll_leg_offset(lay, op.shape, leg, direction, op.slot, origin);
+    const Object piece(Py_BuildValue("iLL", ll_node_of(op.node, origin), static_cast<long long>(begin),
+                                     static_cast<long long>(bytes)));
+    return piece && PyList_Append(list.get(), piece.get()) == 0;
+  };
+  if (!sends || !receives) return false;
+  for (int origin = 0; origin + 1 < op.shape.num_nodes; ++origin) {
+    const auto* out = at<LlLegHeader>(op.comm.own_control, ll_leg_offset(lay, op.shape, leg, kLlOut, op.slot, origin));
+    const int64_t sent = rows.bytes(engine_->pads_legs ? op.header.max_tokens : out->num_rows);
+    if (!add(sends, origin, kLlOut, sent) || !add(receives, origin, kLlIn, rows.bytes(op.header.max_tokens)))
+      return false;
+  }
+  const Object kind(PyLong_FromLong(leg)), entry(PyLong_FromLong(op.slot));
+  if (kind && entry) legs_ = call(engine_->legs.get(), start, kind.get(), entry.get(), sends.get(), receives.get());
+  return kind && entry && legs_;
+}
+
+bool LowLatencyOperation::wait_for_legs(LlLeg leg) {
+  static PyObject* const wait = interned("wait");
+  const LlOperation& op = shared();
+  const Object under_way = std::exchange(legs_, Object());
+  const Object waited(call(engine_->legs.get(), wait, under_way.get()));  // nanoseconds, by node
+  if (!waited) return false;
+  if (engine_->is_on_gpu()) return true;
+  const LlLegsLayout lay = ll_legs_layout(op.comm.num_ranks, op.shape);
+  const LlLegLayout rows = ll_leg_layout(leg, op.header, op.shape);
+  for (int origin = 0; origin + 1 < op.shape.num_nodes; ++origin) {
+    const int node = ll_node_of(op.node, origin);
+    const auto* in = at<LlLegHeader>(op.comm.own_control, ll_leg_offset(lay, op.shape, leg, kLlIn, op.slot, origin));
+    engine_->leg_bytes_received += rows.bytes(engine_->pads_legs ? op.header.max_tokens : in->num_rows);
+    if (op.wait_cost != 0)
+      at<int64_t>(op.wait_cost)[ll_rank_at(op, node * op.comm.num_ranks + op.comm.rank)] +=
+          PyLong_AsLongLong(PyList_GET_ITEM(waited.get(), node));
+  }
+  return !PyErr_Occurred();
 }
 
 PyObject* LowLatencyOperation::receive() {
@@ -144,7 +202,7 @@ bool LowLatencyDispatch::allocate(Turn& turn) {
   if (!make_parts(made, owners, parts, door_ != Door::kOperator)) return false;
   if (is_for_buffer) {
     const size_t plan = made.size();
-    const int64_t ranks = engine_->comm->num_ranks;
+    const int64_t ranks = engine_->num_ranks();
     if (!made.empty({layout.words}, int32, &op.plan) ||
         !made.view(plan, {local, ranks * op.op.header.max_tokens}, layout.src_info) ||
         !made.view(plan, {local, 2 * ranks}, layout.layout_range))
@@ -159,7 +217,7 @@ bool LowLatencyDispatch::allocate(Turn& turn) {
 bool LowLatencyDispatch::allocate_rows(Results& made, std::vector<Object*>& owners, Turn& turn) {
   static PyObject* const rows_of = interned("rows_of");
   LlDispatchArgs& op = plan_.args;
-  const int64_t local = engine_->local_experts, per_expert = engine_->comm->num_ranks * op.op.header.max_tokens;
+  const int64_t local = engine_->local_experts, per_expert = engine_->num_ranks() * op.op.header.max_tokens;
   if (plan_.scales > 0) {
     const int64_t strides[3] = {plan_.scales * per_expert, 1, per_expert};  // transposed
     owners.push_back(&scales_);

@@ -1,6 +1,7 @@
 // One low-latency operation: its arguments, its results, and its halves.
 #pragma once
 #include <memory>
+#include <utility>
 
 #include "common/low_latency_args.h"
 #include "control/operation.h"
@@ -40,6 +41,8 @@ class LowLatencyOperation : public Operation {
   // Runs the receive half on the caller's stream and returns results(). None if the communicator or the device has
   // another state than Python has found; null with Python's error set.
   PyObject* collect();
+  // Ends the messages that are under way, since their memory goes.
+  void drop_legs() { const Object dropped = std::exchange(legs_, Object()); }
 
   const int kind;
   uint64_t capture = 0;      // of the CUDA graph in which it was started; 0: none
@@ -50,6 +53,8 @@ class LowLatencyOperation : public Operation {
   bool has_valid_ids(const DLTensor& ids) const;
 
   virtual LlOperation& shared() = 0;
+  // The legs that follow the send half: rows, or weights before forwarding.
+  virtual LlLeg first_leg() const = 0;
   virtual bool allocate(Turn& turn) = 0;  // false with Python's error set
   virtual void run() = 0;                 // the kernel, for the phases in shared()
   // Adds the operation to the load statistics. Null with Python's error set.
@@ -61,6 +66,13 @@ class LowLatencyOperation : public Operation {
  private:
   bool prepare_to_send(Turn& turn);
   void run_in_order();
+  // Several nodes. These return false with Python's error set.
+  bool run_over_nodes(int32_t phases);
+  bool run_phase(int32_t phase);
+  bool begin_legs(LlLeg leg);
+  bool wait_for_legs(LlLeg leg);
+
+  Object legs_;  // that are under way
 };
 
 class LowLatencyDispatch : public LowLatencyOperation {
@@ -84,6 +96,7 @@ class LowLatencyDispatch : public LowLatencyOperation {
   bool allocate(Turn& turn) override;
   bool allocate_rows(Results& made, std::vector<Object*>& owners, Turn& turn);
   LlOperation& shared() override { return plan_.args.op; }
+  LlLeg first_leg() const override { return kLlRows; }
   void run() override;
   Object count(PyObject* load) const override;
 
@@ -118,6 +131,7 @@ class LowLatencyCombine : public LowLatencyOperation {
  private:
   bool allocate(Turn& turn) override;
   LlOperation& shared() override { return plan_.args.op; }
+  LlLeg first_leg() const override { return kLlWeights; }
   void run() override;
   Object count(PyObject* load) const override;
 

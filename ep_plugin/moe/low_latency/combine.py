@@ -13,6 +13,7 @@ import torch
 
 from ep_plugin import _C
 from ep_plugin.dtypes import DTYPE_CODES, ELEMENTS, name_of, weight_dtype
+from ep_plugin.errors import NotSupported
 from ep_plugin.moe.arguments import check_beside, check_combine
 from ep_plugin.moe.low_latency.dispatch import check_stats
 from ep_plugin.moe.low_latency.engine import LowLatencyEngine
@@ -50,6 +51,10 @@ class LowLatencyCombine(LowLatencyCall):
 
     def check(self) -> None:
         engine, y = self._engine, self.rows
+        if self._logfmt and engine.rails.nodes:
+            raise NotSupported(
+                f"logfmt: expected False over several nodes, got True for {engine.node_map.num_nodes} nodes"
+            )
         routing = engine.routing("handle", self._ids, self._plan)
         rows = routing.totals[0]
         local, per_expert = engine.local_experts, rows // engine.local_experts

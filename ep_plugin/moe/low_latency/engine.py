@@ -5,6 +5,7 @@ Shapes: R ranks, T_max tokens of a rank at most, E_l local experts, K experts pe
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import math
 import sys
@@ -20,9 +21,11 @@ from ep_plugin import _C, counts
 from ep_plugin.config import ROW_ALIGNMENT_BYTES, MoECommunicatorConfig
 from ep_plugin.dtypes import DTYPES
 from ep_plugin.errors import CaptureRefused, NotSupported
+from ep_plugin.moe.across_nodes.tables import places_of_ranks
 from ep_plugin.moe.arguments import MOST_ROWS, check_group, check_handle_words
 from ep_plugin.moe.layout import NOTHING, DispatchHandle, DispatchOutput, Routing
 from ep_plugin.moe.low_latency import sms
+from ep_plugin.moe.low_latency.legs import Legs
 from ep_plugin.moe.low_latency.load import LowLatencyLoad
 from ep_plugin.moe.statistics import Sums
 from ep_plugin.runtime.base import running
@@ -78,11 +81,13 @@ class LowLatencyEngine(GroupEngine):
     Attributes:
         config: the communicator's configuration, with max_row_bytes set.
         mask: int32 ``[R]`` on the device, 1: masked. Kernels read and write it.
+        legs: sends to other nodes, from the first operation on. None on one node.
         functions: the functions of C that run operations.
         in_c: those that callers may call without `LowLatencyInFlight`, which opens ranges and checks ids on GPUs.
     """
 
     flat = False
+    legs: Legs | None = None
 
     def __init__(self, group: dist.ProcessGroup, config: MoECommunicatorConfig, device: torch.device) -> None:
         super().__init__(Exchange(group, timeout_s=config.timeout_s), device, group, config)
@@ -96,11 +101,10 @@ class LowLatencyEngine(GroupEngine):
         self.local_experts = config.num_experts // self.size
         assert config.max_tokens_per_rank is not None
         self.max_tokens: int = config.max_tokens_per_rank
-        self._set_sizes(config)
         self._outputs: deque[torch.UntypedStorage] = deque(maxlen=2)  # the memory of the latest outputs
         self._resources.callback(self._outputs.clear)
         self.comm: Any = None  # until the first operation
-        super()._construct(group)
+        super()._construct(group, config)
 
     def _set_sizes(self, config: MoECommunicatorConfig) -> None:
         """Sets the bytes of the widest row, and the shape by which kernels find slots."""
@@ -110,24 +114,28 @@ class LowLatencyEngine(GroupEngine):
                 f"max_tokens_per_rank: expected at most {MOST_ROWS} rows of all local experts, got {rows} "
                 f"({self.local_experts} experts of {self.size} ranks' {self.max_tokens} tokens)"
             )
-        widest, self.shape = slots_of(config)
+        widest, self.shape = slots_of(config, self.node_map.num_nodes)
         self.config = dataclasses.replace(config, max_row_bytes=widest)
-        self.memory_bytes: int = _C.ll_block_bytes(self.size, self.shape)
+        self.memory_bytes: int = _C.ll_block_bytes(self.node_size, self.shape)
         """Bytes of peer memory that this rank holds from its first operation on."""
 
-    def _construct_node(self) -> None:
-        check_one_node(self.node_map)
+    def _construct_node(self, config: MoECommunicatorConfig) -> None:
+        check_nodes(self.node_map, self.device, config.shrink)
+        self._set_sizes(config)
         self._make_boards(self._allocate_boards())
         self.num_sms = sms.for_device(self.device, self.sharing)
         self.memory = self._own(open_memory(self.within, self.device))
-        self.load = LowLatencyLoad(self, self.local_experts)
+        places = places_of_ranks(self.node_map, self.device)
+        self.places = torch.cat([places, places.argsort().int()])
+        """int32 ``[2, R]``: node * G + local rank of each rank, then the rank at each such place."""
         self.ll_state = torch.zeros(_C.ll_state_bytes, dtype=torch.uint8, device=self.device)
         self.control = control_of(self, self.boards.address, running)
+        self.load = LowLatencyLoad(self, self.local_experts, self.control)
         self._resources.callback(self.control.close)
         self.functions = Functions(**self.control.functions())
         self.in_c = self.functions if self.is_direct else NO_FUNCTIONS
         begin = _C.ll_mask_offset
-        self.mask = self.ll_state[begin : begin + 4 * self.size].view(torch.int32)
+        self.mask = self.ll_state[begin : begin + 4 * self.node_size].view(torch.int32)
 
     def ensure_memory(self) -> None:
         """Makes the peer memory at the first operation. That call is collective."""
@@ -139,7 +147,11 @@ class LowLatencyEngine(GroupEngine):
                 "step before capturing"
             )
         block = self.memory.allocate(self.memory_bytes, "low-latency memory")
-        self.comm = self._comm_struct(block.ptrs, self.config.num_experts)
+        self.comm = self._comm_struct(block.ptrs, self.shape.node_experts)
+        if self.rails.nodes:
+            mapped = (ctypes.c_uint8 * block.nbytes).from_address(block.ptrs[self.index])
+            self.legs = Legs(self, torch.frombuffer(mapped, dtype=torch.uint8))
+            self.control.set_legs(self.legs, self.legs.pads)
         self.control.set_comm(self.comm)
 
     def rows_of(self, shape: tuple[int, int, int], dtype: torch.dtype) -> torch.Tensor:
@@ -178,7 +190,7 @@ class LowLatencyEngine(GroupEngine):
 
     def plan_layout(self, max_tokens: int, topk: int) -> Any:
         """Returns the offsets of a plan's parts, in int32 words, for calls of at most `max_tokens` tokens per rank."""
-        return _C.ll_plan_layout(self.size, self.local_experts, max_tokens, topk)
+        return _C.ll_plan_layout(self.size, self.node_map.num_nodes, self.local_experts, max_tokens, topk)
 
     def plan_words(self, num_tokens: int, topk: int, capacity: int | None = None) -> int:
         """Returns the int32 words of a plan. capacity: rows of an expert's block."""
@@ -245,6 +257,8 @@ def control_of(engine: Any, board: int, running: dict[torch.device, Any]) -> _C.
         engine.config.shrink,
         engine.num_sms,
         engine.ll_state.data_ptr(),
+        engine.node,
+        engine.places.data_ptr() if engine.rails.nodes else 0,
     )
 
 
@@ -276,22 +290,32 @@ def _is_unused(outputs: Sequence[torch.UntypedStorage], at: int) -> bool:
     return alone and torch._C._storage_Use_Count(outputs[at]._cdata) == 1
 
 
-def check_one_node(node_map: NodeMap) -> None:
-    """Raises NotSupported unless all ranks of the group are on one node."""
+def check_nodes(node_map: NodeMap, device: torch.device, shrink: bool = False) -> None:
+    """Raises NotSupported if low latency does not serve a group over these nodes."""
     nodes, each = node_map.num_nodes, node_map.ranks_per_node
-    if nodes > 1:
+    if nodes == 1:
+        return
+    if not kernels_for(device).low_latency_over_nodes:
         raise NotSupported(
-            f'mode="ll": expected all {nodes * each} ranks on one node, got {nodes} nodes of {each}; use mode="ht" '
-            "(EP_PLUGIN_RANKS_PER_NODE overrides how a host is split)"
+            f'mode="ll": expected all {nodes * each} ranks of GPUs on one node, got {nodes} nodes of {each}; use '
+            'mode="ht" (EP_PLUGIN_RANKS_PER_NODE overrides how a host is split)'
         )
+    if shrink:
+        raise NotSupported(f'shrink: expected False in mode="ll" over several nodes, got True for {nodes} nodes')
 
 
-def slots_of(config: MoECommunicatorConfig) -> tuple[int, Any]:
-    """Returns the bytes of the widest row, and the _C.LlShape by which kernels find slots."""
+def slots_of(config: MoECommunicatorConfig, num_nodes: int = 1) -> tuple[int, Any]:
+    """Returns the bytes of the widest row, and the _C.LlShape by which kernels find slots and legs."""
     assert config.max_tokens_per_rank is not None
     row_bytes = config.max_row_bytes or 2 * config.hidden_size
     # Gradients of weights travel as rows of K values.
     most = max(row_bytes, 8 * config.topk) + ROW_ALIGNMENT_BYTES - 1
     widest = most - most % ROW_ALIGNMENT_BYTES
     slot_bytes = _C.ll_slot_bytes(widest, config.hidden_size, config.topk)
-    return widest, _C.LlShape(max_tokens=config.max_tokens_per_rank, max_topk=config.topk, slot_bytes=slot_bytes)
+    return widest, _C.LlShape(
+        max_tokens=config.max_tokens_per_rank,
+        max_topk=config.topk,
+        slot_bytes=slot_bytes,
+        num_nodes=num_nodes,
+        node_experts=config.num_experts // num_nodes,
+    )

@@ -58,8 +58,8 @@ def _k_of_row(engine: LowLatencyEngine, routing: list[torch.Tensor], per_expert:
     plan, size = routing[1], engine.size
     most = engine.tokens_of(per_expert)
     lay = engine.plan_layout(most, topk)
-    places = plan[lay.rows : lay.words].view(size, most, topk)
-    tokens = plan[lay.src_tokens : lay.src_tokens + size].view(size, 1, 1)
+    places = plan[lay.rows : lay.sent_rows].view(size, most, topk)
+    tokens = plan[lay.src_rows : lay.src_rows + size].view(size, 1, 1)
     written = torch.arange(most, device=plan.device).view(1, most, 1) < tokens
     rows = engine.local_experts * per_expert
     place = places.where(written & (places >= 0), rows).long()  # the last place is nobody's

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from ep_plugin import _C
 from ep_plugin.moe.statistics import LoadStats, Sums, current_layer
 from ep_plugin.runtime.group import GroupEngine
 
@@ -16,10 +17,13 @@ _DISPATCH, _CACHED_DISPATCH, _COMBINE = "dispatch", "cached dispatch", "combine"
 class LowLatencyLoad:
     """Counts the tokens of plans, and the waits that kernels measure."""
 
-    def __init__(self, engine: GroupEngine, local_experts: int) -> None:
+    def __init__(self, engine: GroupEngine, local_experts: int, control: _C.LowLatency) -> None:
+        """control: counts what has come from other nodes."""
         self._rank, self._size, self._local_experts = engine.rank, engine.size, local_experts
+        self._rails, self._control = engine.rails, control
         self._sums = Sums(engine.name, engine.streams, engine.kernels)
         self._waited = torch.zeros(engine.size, dtype=torch.int64, device=engine.device)
+        self._rail_bytes_before = (0, 0)  # at the last reset
 
     # C calls these three while load is recorded.
 
@@ -62,11 +66,12 @@ class LowLatencyLoad:
             dropped_rows=0,
             link_bytes_sent=None,
             link_bytes_received=None,
-            rail_bytes_sent=0,
-            rail_bytes_received=0,
+            rail_bytes_sent=self._rails.bytes_sent - self._rail_bytes_before[0],
+            rail_bytes_received=self._control.leg_bytes_received - self._rail_bytes_before[1],
             waited_ns=waited,
         )
 
     def reset(self) -> None:
         """Starts at zero again. Waits for nothing."""
         self._sums.reset(self._waited.zero_)
+        self._rail_bytes_before = self._rails.bytes_sent, self._control.leg_bytes_received

@@ -10,7 +10,7 @@
 #include "common/logfmt.h"
 #include "cpu/core/sums.h"
 #include "cpu/moe/kernels.h"
-#include "cpu/moe/low_latency.h"
+#include "cpu/moe/ll_legs.h"
 
 namespace ep::cpu {
 
@@ -77,10 +77,10 @@ bool is_named(const S& weight) {
 
 bool check_ids(const LlRun& ll, const LlCombineArgs& args) {
   const Comm& comm = ll.op.comm;
-  const int K = ll.op.header.topk;
+  const int K = ll.op.header.topk, experts = comm.num_experts * ll.op.shape.num_nodes;
   for (int64_t pair = 0; pair < static_cast<int64_t>(ll.op.header.num_tokens) * K; ++pair)
-    if (const int64_t id = id_of(args, pair); id < -1 || id >= comm.num_experts)
-      return fail(comm, kBadIds, ll.run.step, comm.rank, static_cast<int>(pair / K), comm.num_experts, id);
+    if (const int64_t id = id_of(args, pair); id < -1 || id >= experts)
+      return fail(comm, kBadIds, ll.run.step, comm.rank, static_cast<int>(pair / K), experts, id);
   return true;
 }
 
@@ -105,6 +105,25 @@ Wait send_weights(const LlRun& ll, const LlCombineArgs& args, int peer) {
                          place % to.lay.token_words < ll_weight_words(K, static_cast<int64_t>(sizeof(S))));
   });
   return Wait::kThere;
+}
+
+// Writes the legs with the weights of the tokens that the dispatch has sent to other nodes.
+template <class S>
+bool write_weight_legs(const LlRun& ll, const LlCombineArgs& args, const LlPlan& plan) {
+  const LlHeader& header = ll.op.header;
+  const LlLegs own = ll_legs(ll.op, ll.op.comm.rank);
+  const int64_t first = ll_leg_layout(kLlWeights, header, ll.op.shape).rows;
+  for (int origin = 0; origin < own.origins; ++origin) {
+    char* leg = own.leg(kLlWeights, kLlOut, ll.op.slot, origin);
+    int32_t& rows = ll_begin_leg(ll, kLlWeights, leg).num_rows;
+    for (int token = 0; token < header.num_tokens; ++token) {
+      const int32_t row = plan.sent_rows[token * ll.op.shape.num_nodes + ll_node_of(ll.op.node, origin)];
+      if (row < 0) continue;
+      if (row != rows++) return fail(ll.op.comm, kBadHandle, ll.run.step, ll.op.comm.rank, token, rows - 1, row);
+      travelling_weights(args, token, reinterpret_cast<S*>(leg + first) + int64_t{row} * header.topk);
+    }
+  }
+  return true;
 }
 
 // The word behind a pair's row.
@@ -144,7 +163,7 @@ class Holder {
     const LlBlock to = ll_.block(owner);
     if (ll_.masked(owner) || stays(ll_, owner)) return true;
     const int pairs = plan_.src_tokens[owner] * ll_.op.header.topk;
-    const int32_t* rows = rows_of(owner, 0);
+    const int32_t* rows = rows_of(ll_rank_here(ll_.op, owner), 0);
     for (int pair = 0; pair < pairs; ++pair) {
       if (rows[pair] < 0) continue;
       if (!check_row(pair / ll_.op.header.topk, rows[pair])) return false;
@@ -163,7 +182,7 @@ class Holder {
     LlHeader header;
     const Wait opened = ll_open(ll_, owner, own.weights(ll_.parity, owner), &header);
     if (opened != Wait::kThere) return opened == Wait::kMasked;
-    const int T_owner = plan_.src_tokens[owner];
+    const int rank = ll_rank_here(ll_.op, owner), T_owner = plan_.src_tokens[rank];
     if (header.num_tokens != T_owner)
       return fail(comm, kDisagree, ll_.run.step, owner, kLlComparedFields, T_owner, header.num_tokens);
     if (ll_has_few_pairs(ll_.op, T_owner)) return true;
@@ -171,7 +190,7 @@ class Holder {
     for (int group = 0; group < ll_groups(T_owner); ++group) {
       bool holds = false;
       for (int token = group * size; token < std::min(T_owner, (group + 1) * size); ++token) {
-        const int32_t* rows = rows_of(owner, token);
+        const int32_t* rows = rows_of(rank, token);
         if (std::all_of(rows, rows + K, [](int32_t row) { return row < 0; })) continue;
         holds = true;
         const Wait found = reduce_token(owner, token, rows, to);
@@ -183,13 +202,46 @@ class Holder {
     return true;
   }
 
+  // Waits for a leg with weights, and stores the partial rows of its tokens at the forwarder.
+  bool reduce_leg(int forwarder, int origin) {
+    const LlOperation& op = ll_.op;
+    const int K = op.header.topk, place = ll_node_of(op.node, origin) * op.comm.num_ranks + forwarder;
+    const int rank = ll_rank_at(op, place), num_rows = plan_.src_rows[rank];
+    if (!ll_wait_leg(ll_, forwarder, origin)) return false;
+    const LlLegs to = ll_legs(op, forwarder);
+    const char* leg = to.leg(kLlWeights, kLlIn, op.slot, origin);
+    if (!ll_check_leg(ll_, kLlWeights, leg, rank, num_rows, num_rows)) return false;
+    const S* weights = reinterpret_cast<const S*>(leg + ll_leg_layout(kLlWeights, op.header, op.shape).rows);
+    for (int row = 0; row < num_rows; ++row) {
+      if (!choose(row, rows_of(rank, row), weights + int64_t{row} * K)) return false;
+      if (count_ == 0) continue;
+      reduce(reinterpret_cast<T*>(to.partial(ll_.parity, op.comm.rank, origin, row)));
+      *to.tag(ll_.parity, op.comm.rank, origin, row) = ll_.run.epoch;
+    }
+    signal(to.stored(ll_.parity, op.comm.rank, origin), ll_.run.epoch);
+    ll_ring(ll_, forwarder);
+    return true;
+  }
+
  private:
-  const int32_t* rows_of(int owner, int token) const {
-    return plan_.rows + (static_cast<int64_t>(owner) * ll_.op.header.max_tokens + token) * ll_.op.header.topk;
+  const int32_t* rows_of(int rank, int token) const {
+    return plan_.rows + (static_cast<int64_t>(rank) * ll_.op.header.max_tokens + token) * ll_.op.header.topk;
   }
   bool check_row(int token, int64_t row) const {
     const Comm& comm = ll_.op.comm;
     return row < all_rows_ || fail(comm, kBadHandle, ll_.run.step, comm.rank, token, all_rows_, row);
+  }
+
+  // Lists the rows of a token's pairs that are here and that its owner names, and their weights.
+  bool choose(int token, const int32_t* rows, const S* weights) {
+    count_ = 0;
+    for (int k = 0; k < ll_.op.header.topk; ++k) {
+      if (rows[k] < 0 || !is_named(weights[k])) continue;
+      if (!check_row(token, rows[k])) return false;
+      row_[count_] = at<const T>(args_.y) + rows[k] * args_.hidden;
+      factor_[count_++] = weights[k];
+    }
+    return true;
   }
 
   Wait reduce_token(int owner, int token, const int32_t* rows, const LlBlock& to) {
@@ -199,13 +251,7 @@ class Holder {
     const LlWord* words = ll_.own().weights_of_token(ll_.parity, owner, token);
     const Wait found = ll_wait_words(ll_, owner, words, weights, header.topk * sizeof(S));
     if (found != Wait::kThere) return found;
-    count_ = 0;
-    for (int k = 0; k < header.topk; ++k) {
-      if (rows[k] < 0 || !is_named(weights[k])) continue;
-      if (!check_row(token, rows[k])) return Wait::kFault;
-      row_[count_] = at<const T>(args_.y) + rows[k] * args_.hidden;
-      factor_[count_++] = weights[k];
-    }
+    if (!choose(token, rows, weights)) return Wait::kFault;
     if (count_ == 0) return Wait::kThere;  // the owner names no pair here, and reads no partial row
     char* slot = to.slot(ll_.kind, ll_.parity, comm.rank, token);
     if (header.format == kLlLogfmt)
@@ -249,28 +295,78 @@ class Holder {
   S factor_[kMaxTopk];
 };
 
+// Whether the plan's numbers of tokens are those of a dispatch.
+bool check_plan(const LlRun& ll, const LlPlan& plan) {
+  const Comm& comm = ll.op.comm;
+  const int most = ll.op.header.max_tokens;
+  for (int rank = 0; rank < ll_num_ranks(ll.op); ++rank)
+    for (const int32_t tokens : {plan.src_tokens[rank], plan.src_rows[rank]})
+      if (tokens < 0 || tokens > most) return fail(comm, kBadHandle, ll.run.step, comm.rank, rank, most, tokens);
+  return true;
+}
+
 template <class T>
 bool send_all(const LlRun& ll, const LlCombineArgs& args) {
+  using S = typename Sum<T>::type;
   const Comm& comm = ll.op.comm;
   const int R = comm.num_ranks;
   const LlPlan plan = ll_plan_of(ll.op, args.plan);
-  if (!check_ids(ll, args)) return false;
-  for (int s = 0; s < R; ++s)
-    if (plan.src_tokens[s] < 0 || plan.src_tokens[s] > ll.op.header.max_tokens)
-      return fail(comm, kBadHandle, ll.run.step, comm.rank, s, ll.op.header.max_tokens, plan.src_tokens[s]);
+  if (!check_ids(ll, args) || !check_plan(ll, plan)) return false;
   for (int step = 1; step <= R; ++step)
-    if (send_weights<typename Sum<T>::type>(ll, args, (comm.rank + step) % R) == Wait::kFault) return false;
+    if (send_weights<S>(ll, args, (comm.rank + step) % R) == Wait::kFault) return false;
   refresh_pairs(ll, args);
   ll_ring_all(ll);
-  if (!hold_at_gate(ll.run)) return false;
+  if (!write_weight_legs<S>(ll, args, plan) || !hold_at_gate(ll.run)) return false;
   Holder<T> holder(ll, args);
   for (int step = 1; step <= R; ++step) {
-    const int owner = (comm.rank + step) % R;
-    if (ll_has_few_pairs(ll.op, plan.src_tokens[owner]) && !holder.send_rows(owner)) return false;
+    const int owner = (comm.rank + step) % R, tokens = plan.src_tokens[ll_rank_here(ll.op, owner)];
+    if (ll_has_few_pairs(ll.op, tokens) && !holder.send_rows(owner)) return false;
   }
   for (int step = 1; step <= R; ++step)
     if (!holder.reduce_for((comm.rank + step) % R)) return false;
   return true;
+}
+
+// -- forward -------------------------------------------------------------------------------------------------------
+
+// Adds the partial rows that have come for the legs of this rank, and writes the legs with the sums.
+template <class T>
+bool add_partials(const LlRun& ll, const LlCombineArgs& args) {
+  using S = typename Sum<T>::type;
+  const LlOperation& op = ll.op;
+  const int G = op.comm.num_ranks;
+  const LlLegs own = ll_legs(op, op.comm.rank);
+  const LlPlan plan = ll_plan_of(op, args.plan);
+  const LlLegLayout lay = ll_leg_layout(kLlSums, op.header, op.shape);
+  std::vector<S> sum(args.hidden);
+  for (int origin = 0; origin < own.origins; ++origin) {
+    for (int holder = 0; holder < G; ++holder)
+      if (ll_wait_flag(ll, holder, own.stored(ll.parity, holder, origin)) != Wait::kThere) return false;
+    char* leg = own.leg(kLlSums, kLlOut, op.slot, origin);
+    int32_t& rows = ll_begin_leg(ll, kLlSums, leg).num_rows;
+    rows = plan.src_rows[ll_rank_at(op, ll_node_of(op.node, origin) * G + op.comm.rank)];
+    for (int row = 0; row < rows; ++row) {
+      std::fill(sum.begin(), sum.end(), S(0));
+      for (int holder = 0; holder < G; ++holder)
+        if (*own.tag(ll.parity, holder, origin, row) == ll.run.epoch)
+          accumulate<T>(sum.data(), reinterpret_cast<const T*>(own.partial(ll.parity, holder, origin, row)),
+                        static_cast<int>(args.hidden));
+      narrow_all(sum.data(), static_cast<int>(args.hidden), reinterpret_cast<T*>(leg + lay.rows + row * lay.row_bytes));
+    }
+  }
+  return true;
+}
+
+template <class T>
+bool forward_all(const LlRun& ll, const LlCombineArgs& args) {
+  const Comm& comm = ll.op.comm;
+  const LlPlan plan = ll_plan_of(ll.op, args.plan);
+  if (!check_plan(ll, plan) || !ll_relay(ll, kLlWeights, plan.src_rows)) return false;
+  Holder<T> holder(ll, args);
+  for (int step = 1; step <= comm.num_ranks; ++step)
+    for (int origin = 0; origin + 1 < ll.op.shape.num_nodes; ++origin)
+      if (!holder.reduce_leg((comm.rank + step) % comm.num_ranks, origin)) return false;
+  return add_partials<T>(ll, args);
 }
 
 // -- receive -------------------------------------------------------------------------------------------------------
@@ -291,6 +387,7 @@ class Owner {
         sum_(args.hidden) {}
 
   bool run() {
+    if (!check_sums()) return false;
     for (int token = 0; token < T_; ++token) {
       std::fill(sum_.begin(), sum_.end(), S(0));
       if (!(few_ ? add_pairs(token) : add_holders(token))) return false;
@@ -328,7 +425,7 @@ class Owner {
     const Comm& comm = ll_.op.comm;
     const LlHeader& header = ll_.op.header;
     const int64_t rows = local_experts(comm) * plan_.expert_rows;
-    const int32_t found = plan_.rows[static_cast<int64_t>(comm.rank) * header.max_tokens * header.topk + pair];
+    const int32_t found = plan_.rows[int64_t{ll_rank_here(ll_.op, comm.rank)} * header.max_tokens * header.topk + pair];
     if (!(found >= 0 && found < rows)) {
       fail(comm, kBadHandle, ll_.run.step, comm.rank, pair / header.topk, rows, found);
       return Wait::kFault;
@@ -336,18 +433,53 @@ class Owner {
     *row = at<const T>(args_.y) + found * args_.hidden;
     return Wait::kThere;
   }
+  // Adds, in the order of nodes, the sums of other nodes and the partial rows of this one.
   bool add_holders(int token) {
-    for (int holder = 0; holder < ll_.op.comm.num_ranks; ++holder)
-      if (names(token, holder) && !add(token, holder)) return false;
+    for (int node = 0; node < ll_.op.shape.num_nodes; ++node) {
+      if (node != ll_.op.node) {
+        if (names(token, node)) add_sum(token, node);
+        continue;
+      }
+      for (int holder = 0; holder < ll_.op.comm.num_ranks; ++holder)
+        if (names(token, node, holder) && !add(token, holder)) return false;
+    }
     return true;
   }
-  bool names(int64_t token, int holder) const {
-    const int K = ll_.op.header.topk, per_rank = local_experts(ll_.op.comm);
+  // Whether the token names a pair of a rank, or of any rank of the node, now.
+  bool names(int64_t token, int node, int local_rank = -1) const {
+    const int K = ll_.op.header.topk, G = ll_.op.comm.num_ranks, per_rank = local_experts(ll_.op.comm);
     for (int k = 0; k < K; ++k) {
       const int64_t id = id_of(args_, token * K + k);
-      if (id >= 0 && id / per_rank == holder) return true;
+      const int place = id < 0 ? -1 : ll_place_of(ll_.op, static_cast<int>(id / per_rank));
+      if (place >= 0 && place / G == node && (local_rank < 0 || place % G == local_rank)) return true;
     }
     return false;
+  }
+
+  // Checks the legs with sums against the rows that the dispatch has sent.
+  bool check_sums() const {
+    const LlOperation& op = ll_.op;
+    const LlLegs own = ll_legs(op, op.comm.rank);
+    for (int origin = 0; origin < own.origins; ++origin) {
+      const int node = ll_node_of(op.node, origin), rank = ll_rank_at(op, node * op.comm.num_ranks + op.comm.rank);
+      int sent = 0;
+      for (int token = 0; token < T_; ++token) {
+        const int32_t row = plan_.sent_rows[token * op.shape.num_nodes + node];
+        if (row >= 0 && row != sent++)
+          return fail(op.comm, kBadHandle, ll_.run.step, op.comm.rank, token, sent - 1, row);
+      }
+      if (!ll_check_leg(ll_, kLlSums, own.leg(kLlSums, kLlIn, op.slot, origin), rank, sent, sent)) return false;
+    }
+    return true;
+  }
+  void add_sum(int token, int node) {
+    const LlOperation& op = ll_.op;
+    const int32_t row = plan_.sent_rows[token * op.shape.num_nodes + node];
+    if (row < 0) return;  // the owner names a pair that the dispatch did not have
+    const LlLegLayout lay = ll_leg_layout(kLlSums, op.header, op.shape);
+    const char* leg = ll_legs(op, op.comm.rank).leg(kLlSums, kLlIn, op.slot, ll_origin_of(op.node, node));
+    accumulate<T>(sum_.data(), reinterpret_cast<const T*>(leg + lay.rows + row * lay.row_bytes),
+                  static_cast<int>(args_.hidden));
   }
 
   // Adds the partial row of a holder. False after a fault; a masked holder adds nothing.
@@ -392,6 +524,7 @@ void ll_combine(const LlCombineArgs& args) {
     using T = decltype(type);
     if ((args.op.phases & kLlSend) != 0 && ll_begin(args.op, kLlCombine, kLlSend, &ll) && send_all<T>(ll, args))
       ll_finish_send(ll);
+    if ((args.op.phases & kLlForward) != 0 && ll_begin(args.op, kLlCombine, kLlForward, &ll)) forward_all<T>(ll, args);
     if ((args.op.phases & kLlReceive) == 0) return;
     done = ll_begin(args.op, kLlCombine, kLlReceive, &ll) && Owner<T>(ll, args).run();
     if (done) ll_finish_receive(ll);

@@ -5,7 +5,7 @@
 
 #include "cpu/core/quantize.h"
 #include "cpu/moe/kernels.h"
-#include "cpu/moe/low_latency.h"
+#include "cpu/moe/ll_legs.h"
 
 namespace ep::cpu {
 
@@ -18,13 +18,13 @@ constexpr int16_t kDropped = -1;
 // Reads the caller's ids as they travel, and writes the handle's copy.
 bool read_ids(const LlRun& ll, const LlDispatchArgs& args, std::vector<int16_t>* ids) {
   const Comm& comm = ll.op.comm;
-  const int K = ll.op.header.topk;
+  const int K = ll.op.header.topk, experts = comm.num_experts * ll.op.shape.num_nodes;
   const int64_t pairs = static_cast<int64_t>(ll.op.header.num_tokens) * K;
   ids->resize(pairs);
   for (int64_t pair = 0; pair < pairs; ++pair) {
     const int64_t id = args.id_bytes == 8 ? at<int64_t>(args.ids)[pair] : at<int32_t>(args.ids)[pair];
-    if (id < -1 || id >= comm.num_experts)
-      return fail(comm, kBadIds, ll.run.step, comm.rank, static_cast<int>(pair / K), comm.num_experts, id);
+    if (id < -1 || id >= experts)
+      return fail(comm, kBadIds, ll.run.step, comm.rank, static_cast<int>(pair / K), experts, id);
     (*ids)[pair] = static_cast<int16_t>(id);
     if (args.topk_ids != 0) at<int32_t>(args.topk_ids)[pair] = static_cast<int32_t>(id);
   }
@@ -88,21 +88,22 @@ Wait send_words(const LlRun& ll, const std::vector<int16_t>& ids, int peer) {
   return Wait::kThere;
 }
 
-void send_group(const LlRun& ll, const std::vector<int16_t>& ids, Images& images, int group) {
+void send_group(const LlRun& ll, const std::vector<int16_t>& ids, Images& images, LlRowLegs& legs, int group) {
   const Comm& comm = ll.op.comm;
   const int R = comm.num_ranks, T = ll.op.header.num_tokens, K = ll.op.header.topk;
   const int begin = group * ll_group_tokens(T), end = std::min(T, begin + ll_group_tokens(T));
   bool sent[kMaxRanks] = {};
   for (int token = begin; token < end; ++token) {
-    const char* image = nullptr;
+    const char* made = nullptr;
+    const auto image = [&] { return made = made == nullptr ? images.of(token) : made; };
     for (int step = 1; step <= R; ++step) {
       const int peer = (comm.rank + step) % R;
       if (ll.masked(peer) || !goes_to(ll, ids.data() + static_cast<int64_t>(token) * K, peer)) continue;
-      if (image == nullptr) image = images.of(token);
       const LlBlock to = ll.block(peer);
-      std::memcpy(to.slot(ll.kind, ll.parity, comm.rank, token), image, images.bytes());
+      std::memcpy(to.slot(ll.kind, ll.parity, comm.rank, token), image(), images.bytes());
       sent[peer] = true;
     }
+    legs.add(token, image);
   }
   for (int peer = 0; peer < R; ++peer)
     if (sent[peer]) signal(ll.block(peer).flag(ll.kind, ll.parity, comm.rank, group), ll.run.epoch);
@@ -110,21 +111,25 @@ void send_group(const LlRun& ll, const std::vector<int16_t>& ids, Images& images
 
 bool send_all(const LlRun& ll, const LlDispatchArgs& args) {
   const Comm& comm = ll.op.comm;
-  std::vector<int16_t> ids;
-  if (!read_ids(ll, args, &ids)) return false;
+  std::vector<int16_t> all_ids;
+  if (!read_ids(ll, args, &all_ids)) return false;
+  const LlExperts experts(ll, all_ids);
+  const std::vector<int16_t>& ids = experts.here();
+  const LlPlan plan = ll_plan_of(ll.op, args.plan);
   Images images(args);
   for (int step = 1; step <= comm.num_ranks; ++step)
     if (send_words(ll, ids, (comm.rank + step) % comm.num_ranks) == Wait::kFault) return false;
   if (!hold_at_gate(ll.run)) return false;
   const int T = ll.op.header.num_tokens;
-  for (int group = 0; group < ll_groups(T); ++group) send_group(ll, ids, images, group);
+  LlRowLegs legs(ll, plan, experts);
+  for (int group = 0; group < ll_groups(T); ++group) send_group(ll, ids, images, legs, group);
   ll_ring_all(ll);
   return true;
 }
 
 // -- receive -------------------------------------------------------------------------------------------------------
 
-// The data that one source sends here. A masked source has no tokens.
+// The data that a source on this node sends here. A masked source has no tokens.
 struct Source {
   int tokens = 0;
   std::vector<int16_t> ids;
@@ -143,13 +148,15 @@ class Receiver {
   bool run() {
     const Comm& comm = ll_.op.comm;
     const int R = comm.num_ranks;
+    if (!ll_relay(ll_, kLlRows, nullptr)) return false;
     for (int step = 0; step < R; ++step)
       if (!open((comm.rank + step) % R)) return false;
-    if (!place_rows()) return false;
+    if (!open_legs() || !place_rows()) return false;
     for (int step = 0; step < R; ++step) {
       if (!receive((comm.rank + step) % R)) return false;
       if (step == 0 && !hold_at_gate(ll_.run)) return false;
     }
+    for (const LlRowLeg& leg : legs_) receive(leg);
     return true;
   }
 
@@ -167,45 +174,101 @@ class Receiver {
     return found != Wait::kFault;
   }
 
-  // The local expert of a pair; -1: it is on another rank, or dropped.
-  int local_of(const Source& source, int64_t pair) const {
-    const int local = source.ids[pair] - ll_.op.comm.rank * per_rank_;
-    return source.ids[pair] != kDropped && local >= 0 && local < per_rank_ ? local : -1;
+  // The legs of all forwarders, by place of the rank that has sent them. This node has none.
+  bool open_legs() {
+    const LlOperation& op = ll_.op;
+    const int G = op.comm.num_ranks;
+    for (int place = 0; op.shape.num_nodes > 1 && place < ll_num_ranks(op); ++place) {
+      legs_.push_back({nullptr, ll_leg_layout(kLlRows, header_, op.shape), header_.topk});
+      if (place / G == op.node) continue;
+      const int forwarder = place % G, origin = ll_origin_of(op.node, place / G), rank = ll_rank_at(op, place);
+      if (!ll_wait_leg(ll_, forwarder, origin)) return false;
+      legs_.back().at = ll_legs(op, forwarder).leg(kLlRows, kLlIn, op.slot, origin);
+      if (!ll_check_leg(ll_, kLlRows, legs_.back().at, rank, 0, header_.max_tokens)) return false;
+    }
+    return true;
   }
+
+  // The local expert of an id in this node; -1: it is on another rank, or dropped.
+  int local_of(int16_t id) const {
+    const int local = id - ll_.op.comm.rank * per_rank_;
+    return id != kDropped && local >= 0 && local < per_rank_ ? local : -1;
+  }
+  int32_t* rows_of(int rank) const { return plan_.rows + int64_t{rank} * header_.max_tokens * header_.topk; }
 
   // Writes the plan and the tables of counts.
   bool place_rows() {
-    const Comm& comm = ll_.op.comm;
-    const int R = comm.num_ranks, K = header_.topk;
-    std::vector<int32_t> counts(per_rank_), of_source(per_rank_);
-    for (int s = 0; s < R; ++s) {
-      const Source& source = sources_[s];
-      plan_.src_tokens[s] = source.tokens;
+    const LlOperation& op = ll_.op;
+    const int G = op.comm.num_ranks, R = ll_num_ranks(op);
+    std::vector<int32_t> of_source(per_rank_);
+    counts_.assign(per_rank_, 0);
+    for (int rank = 0; rank < R; ++rank) {
+      const int place = ll_place_of(op, rank);
       std::fill(of_source.begin(), of_source.end(), 0);
-      int32_t* rows = plan_.rows + static_cast<int64_t>(s) * header_.max_tokens * K;
-      for (int64_t pair = 0; pair < static_cast<int64_t>(source.tokens) * K; ++pair) {
-        if (source.ids[pair] < kDropped || source.ids[pair] >= comm.num_experts)
-          return fail(comm, kBadData, ll_.run.step, s, 0, comm.num_experts, source.ids[pair]);
-        const int local = local_of(source, pair);
-        rows[pair] = -1;
-        if (local < 0) continue;
-        if (of_source[local] == source.tokens)
-          return fail(comm, kBadData, ll_.run.step, s, 1, source.tokens, source.tokens + 1);
-        const int64_t row = local * plan_.expert_rows + counts[local] + of_source[local]++;
-        rows[pair] = static_cast<int32_t>(row);
-        plan_.src_info[row] = static_cast<int32_t>(pair / K);
-      }
+      if (!(place / G == op.node ? place_source(rank, place % G, of_source) : place_leg(rank, place, of_source)))
+        return false;
       for (int local = 0; local < per_rank_; ++local) {
-        plan_.layout_range[local * R + s] = static_cast<int64_t>(counts[local]) << 32 | of_source[local];
-        counts[local] += of_source[local];
+        plan_.layout_range[local * R + rank] = static_cast<int64_t>(counts_[local]) << 32 | of_source[local];
+        counts_[local] += of_source[local];
       }
     }
     for (int local = 0; local <= per_rank_; ++local)
       at<int32_t>(args_.expert_offset)[local] = static_cast<int32_t>(local * plan_.expert_rows);
-    std::copy(counts.begin(), counts.end(), at<int32_t>(args_.expert_count));
+    std::copy(counts_.begin(), counts_.end(), at<int32_t>(args_.expert_count));
     for (int local = 0; local < per_rank_ && args_.cumulative != 0; ++local)
-      at<int32_t>(args_.cumulative)[local] += counts[local];
+      at<int32_t>(args_.cumulative)[local] += counts_[local];
     return true;
+  }
+
+  // Places the rows of a rank on this node, and counts them by expert.
+  bool place_source(int rank, int s, std::vector<int32_t>& of_source) {
+    const Comm& comm = ll_.op.comm;
+    const Source& source = sources_[s];
+    const int K = header_.topk;
+    plan_.src_tokens[rank] = plan_.src_rows[rank] = source.tokens;
+    for (int64_t pair = 0; pair < static_cast<int64_t>(source.tokens) * K; ++pair) {
+      const int16_t id = source.ids[pair];
+      if (id < kDropped || id >= comm.num_experts)
+        return fail(comm, kBadData, ll_.run.step, s, 0, comm.num_experts, id);
+      const int local = local_of(id);
+      if (local >= 0 && of_source[local] == source.tokens)
+        return fail(comm, kBadData, ll_.run.step, s, 1, source.tokens, source.tokens + 1);
+      place_pair(rank, pair, local, local < 0 ? 0 : of_source[local]++, static_cast<int32_t>(pair / K));
+    }
+    return true;
+  }
+
+  // Places the rows of a rank on another node. Its counts and positions agree, or this is a fault.
+  bool place_leg(int rank, int place, std::vector<int32_t>& of_source) {
+    const LlRowLeg& leg = legs_[place];
+    const int K = header_.topk, begin = ll_.op.comm.rank * per_rank_, tokens = leg.header().header.num_tokens;
+    const auto is_bad = [&](int what, int64_t expected, int64_t seen) {
+      return fail(ll_.op.comm, kBadData, ll_.run.step, ll_index_of(ll_.op, rank), what, expected, seen);
+    };
+    plan_.src_tokens[rank] = tokens;
+    plan_.src_rows[rank] = leg.num_rows();
+    for (int row = 0; row < leg.num_rows(); ++row) {
+      const int32_t token = leg.token(row);
+      if (token < 0 || token >= tokens) return is_bad(0, tokens, token);
+      for (int k = 0; k < K; ++k) {
+        const int local = local_of(leg.ids(row)[k]);
+        const int most = local < 0 ? 0 : std::min(tokens, leg.count(begin + local));
+        if (local >= 0 && (leg.positions(row)[k] != of_source[local] || of_source[local] >= most))
+          return is_bad(1, of_source[local], leg.positions(row)[k]);
+        place_pair(rank, int64_t{row} * K + k, local, local < 0 ? 0 : of_source[local]++, token);
+      }
+    }
+    for (int local = 0; local < per_rank_; ++local)
+      if (of_source[local] != leg.count(begin + local)) return is_bad(2, of_source[local], leg.count(begin + local));
+    return true;
+  }
+
+  // Notes the row of a pair, which is at `position` among the pairs of its source for a local expert, if it is here.
+  void place_pair(int rank, int64_t pair, int local, int position, int32_t token) {
+    int32_t& row = rows_of(rank)[pair] = -1;
+    if (local < 0) return;
+    row = static_cast<int32_t>(local * plan_.expert_rows + counts_[local] + position);
+    plan_.src_info[row] = token;
   }
 
   bool receive(int s) {
@@ -214,7 +277,7 @@ class Receiver {
     const LlBlock own = ll_.own();
     int flagged = -1;  // the latest group whose flag is known to be there
     for (int token = 0; token < source.tokens; ++token) {
-      const int32_t* rows = plan_.rows + (static_cast<int64_t>(s) * header_.max_tokens + token) * K;
+      const int32_t* rows = rows_of(ll_rank_here(ll_.op, s)) + int64_t{token} * K;
       if (std::all_of(rows, rows + K, [](int32_t row) { return row < 0; })) continue;
       Wait found = Wait::kThere;
       if (token / size != flagged)
@@ -226,6 +289,13 @@ class Receiver {
         if (rows[k] >= 0) write_row(found == Wait::kThere ? from : nullptr, rows[k]);
     }
     return true;
+  }
+
+  void receive(const LlRowLeg& leg) {
+    if (leg.at == nullptr) return;
+    const int32_t* rows = rows_of(ll_rank_at(ll_.op, static_cast<int>(&leg - legs_.data())));
+    for (int64_t pair = 0; pair < int64_t{leg.num_rows()} * header_.topk; ++pair)
+      if (rows[pair] >= 0) write_row(leg.image(static_cast<int>(pair / header_.topk)), rows[pair]);
   }
 
   // Copies an image to an output row. No image: zeros.
@@ -253,7 +323,9 @@ class Receiver {
   const LlHeader& header_;
   const LlPlan plan_;
   const int per_rank_;
-  std::vector<Source> sources_;
+  std::vector<Source> sources_;  // by local rank
+  std::vector<LlRowLeg> legs_;   // by place
+  std::vector<int32_t> counts_;  // of the rows placed so far, by local expert
 };
 
 void poison(const LlDispatchArgs& args) {
@@ -262,8 +334,9 @@ void poison(const LlDispatchArgs& args) {
   const int per_rank = local_experts(comm);
   std::fill_n(at<int32_t>(args.expert_count), per_rank, 0);
   std::fill_n(at<int32_t>(args.expert_offset), per_rank + 1, 0);
-  std::fill_n(plan.layout_range, per_rank * comm.num_ranks, 0);
-  std::fill_n(plan.src_tokens, comm.num_ranks, 0);
+  std::fill_n(plan.layout_range, per_rank * ll_num_ranks(args.op), 0);
+  std::fill_n(plan.src_tokens, ll_num_ranks(args.op), 0);
+  std::fill_n(plan.src_rows, ll_num_ranks(args.op), 0);
 }
 
 }  // namespace

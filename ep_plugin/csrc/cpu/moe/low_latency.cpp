@@ -11,7 +11,7 @@ namespace {
 
 Step step_of(LlKind kind, LlPhase phase) {
   if (kind == kLlDispatch) return phase == kLlSend ? kLlDispatchSend : kLlDispatchRecv;
-  return phase == kLlSend ? kLlCombineSend : kLlCombineRecv;
+  return phase == kLlReceive ? kLlCombineRecv : kLlCombineSend;
 }
 
 void mask(const LlRun& ll, int peer) { __atomic_store_n(&ll.state().mask[peer], 1, __ATOMIC_RELAXED); }
@@ -86,7 +86,7 @@ Wait wait(const LlRun& ll, int peer, uint64_t expected, const uint64_t& seen, Ar
       sleep(ll, peer, arrived);
   }
   if (since != 0 && ll.run.step != kLlDispatchSend && ll.op.wait_cost != 0)
-    at<int64_t>(ll.op.wait_cost)[peer] += now_ns() - since;
+    at<int64_t>(ll.op.wait_cost)[ll_rank_here(ll.op, peer)] += now_ns() - since;
   return Wait::kThere;
 }
 
