@@ -13,7 +13,7 @@ number of rows. `sms12` runs one kernel for each operation, on 12 SMs.
 `low-latency` has dispatch and combine in mode="ll", both halves in one and apart. `t64` has T = 64 tokens per rank.
 `send` and `receive` are the halves of an operation. All ranks are released together before each half, so a receive half
 finds the rows of all ranks. In `routing known` the peer has routed the same tokens before, and exchanges rows without
-counts.
+counts. With `--nodes` only the bytes between nodes count.
 """
 
 from __future__ import annotations
@@ -184,21 +184,21 @@ class LowLatencySizes(ExchangeSuite):
                               quantize=quantize, half=half, peers=not half))  # fmt: skip
         return found
 
-    def memory_notes(self) -> list[str]:
-        """Returns a sentence for each workload: the memory of a communicator on these ranks and on 8 ranks."""
+    def memory_notes(self, nodes: int = 1) -> list[str]:
+        """Returns a sentence for each workload: the memory of a communicator on these ranks and on nodes of 8 ranks."""
         notes = []
         for spec in self.specs():
-            ranks, shape = spec.workload.ranks, slots_of(spec.config)[1]
-            takes, on_8 = (_C.ll_block_bytes(number, shape) / 2**20 for number in (ranks, 8))
+            ranks, shape = spec.workload.ranks, slots_of(spec.config, nodes)[1]
+            takes, on_8 = (_C.ll_block_bytes(number, shape) / 2**20 for number in (ranks // nodes, 8))
             notes.append(
                 f"a communicator for T = {spec.workload.tokens} takes {takes:,.1f} MiB of peer memory on each of "
-                f"{ranks} ranks; on 8 ranks {on_8:,.1f} MiB"
+                f"{ranks} ranks; on {8 * nodes} ranks {on_8:,.1f} MiB"
             )
         return list(dict.fromkeys(notes))
 
 
 @dataclass(frozen=True, kw_only=True)
-class LowLatencySuite(LowLatencySizes):
+class LowLatencySuite(OverNodes, LowLatencySizes):
     """Times low-latency dispatch and combine of few tokens, against all-to-all with sort and index."""
 
     command_name = "low-latency"
@@ -206,20 +206,27 @@ class LowLatencySuite(LowLatencySizes):
         "cpu": LL_CPU_SIZES | {"calls": 8},
         "cuda": LL_CUDA_SIZES | {"calls": 1},
     }
-    least: ClassVar = LowLatencySizes.least | {"calls": 1}
+    least: ClassVar = LowLatencySizes.least | {"calls": 1, "nodes": 1}
 
-    peer: Annotated[list[str], typer.Option(help="all_to_all, deep_ep, none, or an adapter, module:Class.")] = (
-        BY_BACKEND
-    )
+    peer: Annotated[
+        list[str],
+        typer.Option(help="all_to_all, deep_ep, row_per_rank (of several nodes), none, or an adapter, module:Class."),
+    ] = BY_BACKEND
     calls: Annotated[int, typer.Option(help=f"{CALLS_HELP} Halves are timed one by one.")] = BY_BACKEND
 
     def __post_init__(self) -> None:
         if self.peer is None:
-            object.__setattr__(self, "peer", default_peers(self.backend))
+            object.__setattr__(self, "peer", [ALL_TO_ALL] if self.nodes > 1 else default_peers(self.backend))
         super().__post_init__()
         for name in self.peer:
             find_peers(name)
 
+    @property
+    def name(self) -> str:
+        return self.named(super().name)
+
     def measure(self, device: torch.device) -> dict[str, Any]:
-        rows = time_cases(device, self.specs(), self.peer, self.iterations, calls=self.calls)
-        return {"rows": rows, "notes": self.memory_notes()}
+        with contextlib.closing(EpPlugin(self.specs()[0], device)) as ours:
+            self.check_nodes(ours.comm.engine.node_map.num_nodes)
+        rows = time_cases(device, self.specs(), self.peer, self.iterations, nodes=self.nodes, calls=self.calls)
+        return {"rows": rows, "notes": self.memory_notes(self.nodes)}
