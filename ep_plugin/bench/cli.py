@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ep_plugin.bench import bars, load, plan, plan_costs, provenance, report
+from ep_plugin.bench import bars, load, plan, plan_costs, plan_low_latency, provenance, report
 from ep_plugin.bench.suite import Suite, WrongResult, take_fields
 from ep_plugin.bench.suites.collectives import AllGatherSuite, ReduceScatterSuite, SendReceiveSuite
 from ep_plugin.bench.suites.fsdp2 import Fsdp2Suite
@@ -71,6 +71,8 @@ def _plan(plot: Path | None = None, **options: Any) -> None:
         typer.echo(plan.markdown(asked))
         if asked.nodes > 1:
             typer.echo(f"\n{plan_costs.markdown(asked)}")
+            if low_latency := plan_low_latency.markdown(asked):
+                typer.echo(f"\n{low_latency}")
         if plot is not None:
             plan.plot(asked, plot)
 

@@ -48,7 +48,7 @@ class MoECommunicator:
     """Dispatch and combine for one group of ranks and one configuration.
 
     In mode="ht" the group may span nodes, with as many ranks on each. A backend of the kind that the group has then
-    carries rows between nodes: gloo for CPUs, NCCL for GPUs. In mode="ll" all ranks must be on one node.
+    carries rows between nodes: gloo for CPUs, NCCL for GPUs. In mode="ll" all GPUs must be on one node.
 
     Construction is collective. All ranks of the group must call the same operations in the same order. Ranks that hold
     several communicators on one device must call all of these in one order. Otherwise ranks wait for each other until

@@ -123,6 +123,13 @@ def test_over_two_nodes_a_model_has_the_losses_of_one_node() -> None:
 
 
 @pytest.mark.slow
+def test_over_two_nodes_decoding_gives_the_tokens_of_one_rank() -> None:
+    pytest.importorskip("transformers")
+    output = on_ranks(str(ROOT / "examples" / "generate_qwen3_moe.py"), ranks=4, EP_PLUGIN_RANKS_PER_NODE="2")
+    assert sorted(re.findall(r"rank (\d): one rank alone gives the same tokens", output)) == ["0", "1", "2", "3"]
+
+
+@pytest.mark.slow
 def test_the_megatron_example_has_the_losses_of_stock(tmp_path: Path) -> None:
     pytest.importorskip("megatron")
     compare_megatron_with_stock(tmp_path, functools.partial(on_ranks, *ON_CPUS, ranks=4))

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from ep_plugin import deep_ep
 from ep_plugin.deep_ep.utils.math import calc_diff, hash_tensor, per_token_cast_back
 from tests.moe.moe_cases import named, on_ranks
+from tests.moe.test_across_nodes import on_nodes
 
 TOKENS, HIDDEN, TOPK, EXPERTS_PER_RANK = 32, 512, 4, 3
 OFFSET = 128  # of ranks: integers to 256 are exact in bfloat16
@@ -164,3 +165,7 @@ def _check_received(
 @pytest.mark.parametrize("size", [2, 4])
 def test_checks_of_deepeps_own_test(size: int, use_logfmt: bool) -> None:
     on_ranks(size, _all_checks, use_logfmt, timeout_s=250)
+
+
+def test_checks_of_deepeps_own_test_over_two_nodes() -> None:
+    on_nodes(2, 2, _all_checks, False, timeout_s=250)
