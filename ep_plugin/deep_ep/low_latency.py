@@ -40,8 +40,8 @@ class LowLatencyCalls(LowLatencyMemory):
     def get_low_latency_rdma_size_hint(
         num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int
     ) -> int:
-        """Return the bytes of peer memory that calls of these sizes use on each rank. If all ranks have called this, a
-        Buffer with these num_rdma_bytes makes the memory in its constructor."""
+        """Return the bytes of peer memory that calls of these sizes use on each rank of one node. If all ranks have
+        called this, a Buffer with these num_rdma_bytes makes the memory in its constructor, also over several nodes."""
         arguments.check_max_tokens(num_max_dispatch_tokens_per_rank)
         arguments.check_at_least(1, hidden=hidden, num_ranks=num_ranks)
         arguments.check_experts(num_experts, num_ranks)

@@ -177,6 +177,30 @@ def test_bytes_that_cross() -> None:
     on_nodes(2, 2, _bytes)
 
 
+def _exchanges(rank: int, size: int) -> list[tuple[str, int]]:
+    """The exchanges of a dispatch and a combine, and how many messages this rank sends in each."""
+    case = Case(tokens=(3,) * size, num_experts=size, topk=1)
+    inputs, found = make_inputs(case), []
+    with low_latency(case) as comm:
+        round_trip(comm, inputs)
+        start = comm.engine.rails.start
+
+        def counted(sends: Any, receives: Any, what: str, *rest: Any) -> Any:
+            found.append((what, len(sends)))
+            return start(sends, receives, what, *rest)
+
+        comm.engine.rails.start = counted
+        round_trip(comm, inputs)
+    return found
+
+
+@pytest.mark.parametrize("num_nodes", [2, 4])
+def test_exchanges_do_not_grow_with_the_nodes(num_nodes: int) -> None:
+    for found in on_nodes(num_nodes, 1, _exchanges):
+        others = num_nodes - 1
+        assert found == [("rows of a dispatch", others), ("weights of a combine", others), ("sums of a combine", others)]
+
+
 def test_memory_is_that_of_the_formula() -> None:
     """2 T slot (4 (N - 1) + G (N + 1)), the words of the own node, and the heads of rows."""
     T, K, H = 128, 8, 7168
