@@ -220,6 +220,14 @@ def _over_the_group(rank: int) -> None:
         assert out.tolist() == [0, 1, 2, 3]
         assert isinstance(comm.engine.rails._rail, rail.GroupRail) and not rail._open
         assert comm.rail_bytes_sent > 0
+    settings = {"num_experts": 8, "hidden_size": 8, "topk": 2, "max_row_bytes": 32}
+    with MoECommunicator(group, MoECommunicatorConfig(**settings, max_tokens_per_rank=9, mode="ll")) as comm:
+        for count in (9, 0, 4):
+            x, ids, weights = tokens_for(rank, 4, count)
+            before = comm.rail_bytes_sent
+            out, handle = comm.dispatch(x, ids)
+            torch.testing.assert_close(comm.combine(out.tokens, handle, weights=weights), x)
+            assert comm.rail_bytes_sent - before == 3 * 64 + 16 + 9 * (16 + 32) + 9 * 8 + 9 * 32  # legs have 9 rows
 
 
 def test_other_backends_carry_rows_over_the_group() -> None:

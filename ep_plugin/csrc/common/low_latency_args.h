@@ -19,8 +19,7 @@ namespace ep {
 struct LlOperation {
   Comm comm;
   LlShape shape;
-  int32_t node;  // this rank's
-  int32_t padding;
+  int32_t node;    // this rank's
   Address places;  // int32 [2][R]: (node * G + local rank) of each rank of the group, then the rank of each place; one
                    // node: 0, and ranks are places
   LlHeader header;

@@ -86,7 +86,8 @@ bool LowLatencyOperation::run_over_nodes(int32_t phases) {
 }
 
 // Passes for each other node where its leg begins in this rank's block, the bytes that are sent, and the most that may
-// come.
+// come. If legs are not padded these are all that the memory has room for, so that the leg of a rank that disagrees
+// fits.
 bool LowLatencyOperation::begin_legs(LlLeg leg) {
   static PyObject* const start = interned("start");
   const LlOperation& op = shared();
@@ -102,9 +103,10 @@ bool LowLatencyOperation::begin_legs(LlLeg leg) {
   if (!sends || !receives) return false;
   for (int origin = 0; origin + 1 < op.shape.num_nodes; ++origin) {
     const auto* out = at<LlLegHeader>(op.comm.own_control, ll_leg_offset(lay, op.shape, leg, kLlOut, op.slot, origin));
-    const int64_t sent = rows.bytes(engine_->pads_legs ? op.header.max_tokens : out->num_rows);
-    if (!add(sends, origin, kLlOut, sent) || !add(receives, origin, kLlIn, rows.bytes(op.header.max_tokens)))
-      return false;
+    const int64_t padded = rows.bytes(op.header.max_tokens);
+    const int64_t sent = engine_->pads_legs ? padded : rows.bytes(out->num_rows);
+    const int64_t most = engine_->pads_legs ? padded : lay.leg_bytes[leg];
+    if (!add(sends, origin, kLlOut, sent) || !add(receives, origin, kLlIn, most)) return false;
   }
   const Object kind(PyLong_FromLong(leg)), entry(PyLong_FromLong(op.slot));
   if (kind && entry) legs_ = call(engine_->legs.get(), start, kind.get(), entry.get(), sends.get(), receives.get());
@@ -117,7 +119,6 @@ bool LowLatencyOperation::wait_for_legs(LlLeg leg) {
   const Object under_way = std::exchange(legs_, Object());
   const Object waited(call(engine_->legs.get(), wait, under_way.get()));  // nanoseconds, by node
   if (!waited) return false;
-  if (engine_->is_on_gpu()) return true;
   const LlLegsLayout lay = ll_legs_layout(op.comm.num_ranks, op.shape);
   const LlLegLayout rows = ll_leg_layout(leg, op.header, op.shape);
   for (int origin = 0; origin + 1 < op.shape.num_nodes; ++origin) {
