@@ -328,3 +328,10 @@ def test_an_engines_calls_in_workers_of_multiprocessing(
 ) -> None:
     monkeypatch.setenv("EP_PLUGIN", "deep_ep")  # which workers inherit, and read when they import torch
     values(run_ranks(2, engine, 2, timeout_s=200, start="spawn"))
+
+
+@pytest.mark.slow
+def test_an_engines_calls_over_two_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EP_PLUGIN", "deep_ep")
+    monkeypatch.setenv("EP_PLUGIN_RANKS_PER_NODE", "1")
+    values(run_ranks(2, vllm, 2, timeout_s=200, start="spawn"))

@@ -197,8 +197,8 @@ def _exchanges(rank: int, size: int) -> list[tuple[str, int]]:
 @pytest.mark.parametrize("num_nodes", [2, 4])
 def test_exchanges_do_not_grow_with_the_nodes(num_nodes: int) -> None:
     for found in on_nodes(num_nodes, 1, _exchanges):
-        others = num_nodes - 1
-        assert found == [("rows of a dispatch", others), ("weights of a combine", others), ("sums of a combine", others)]
+        names = ("rows of a dispatch", "weights of a combine", "sums of a combine")
+        assert found == [(name, num_nodes - 1) for name in names]
 
 
 def test_memory_is_that_of_the_formula() -> None:
