@@ -394,8 +394,8 @@ def _refused(rank: int, size: int) -> None:
     settings = {"num_experts": size, "hidden_size": 16, "topk": 1}
     with pytest.raises(DisagreementError, match="rail_chunks=[23].*rail_chunks=[23]"):
         MoECommunicator(None, MoECommunicatorConfig(**settings, rail_chunks=2 + rank % 2))
-    with pytest.raises(NotSupported, match=r'mode="ll": expected all 2 ranks on one node, got 2 nodes of 1'):
-        MoECommunicator(None, MoECommunicatorConfig(**settings, mode="ll", max_tokens_per_rank=4))
+    with pytest.raises(NotSupported, match=r'shrink: expected False in mode="ll" over several nodes, got True for 2'):
+        MoECommunicator(None, MoECommunicatorConfig(**settings, mode="ll", max_tokens_per_rank=4, shrink=True))
     with pytest.raises(NotSupported, match="expected a backend for CPU memory, such as gloo, got cuda:gloo for cpu"):
         MoECommunicator(dist.new_group(backend="cuda:gloo"), MoECommunicatorConfig(**settings), "cpu")
     with pytest.raises(ValueError, match="rail_chunks: expected at most 6, got 7"):
