@@ -77,6 +77,10 @@ class PeerBuffer:
     def closed(self) -> bool:
         return self._release is None
 
+    def leave(self) -> None:
+        """Closes the buffer, and leaves the blocks mapped until the process ends, since something may write to them."""
+        self._release = None
+
     def close(self) -> None:
         """Unmaps every block from this process. Waits for no peer; idempotent.
 

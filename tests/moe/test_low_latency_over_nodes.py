@@ -232,7 +232,7 @@ def _late_legs(rank: int, size: int) -> None:
     held: list[tuple[Any, ...]] = []
     with low_latency(case) as comm:
         round_trip(comm, make_inputs(case))
-        legs = comm.engine.legs
+        legs = comm.engine._legs[0]
         start = legs._rails.start
 
         def late(sends: Any, receives: Any, *rest: Any) -> Any:

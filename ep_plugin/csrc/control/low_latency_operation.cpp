@@ -113,6 +113,12 @@ bool LowLatencyOperation::begin_legs(LlLeg leg) {
   return kind && entry && legs_;
 }
 
+void LowLatencyOperation::leave_legs() {
+  static PyObject* const leave = interned("leave");
+  const Object under_way = std::exchange(legs_, Object());
+  if (under_way && !call(engine_->legs.get(), leave, under_way.get())) PyErr_WriteUnraisable(under_way.get());
+}
+
 bool LowLatencyOperation::wait_for_legs(LlLeg leg) {
   static PyObject* const wait = interned("wait");
   const LlOperation& op = shared();

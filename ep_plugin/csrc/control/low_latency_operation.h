@@ -41,8 +41,8 @@ class LowLatencyOperation : public Operation {
   // Runs the receive half on the caller's stream and returns results(). None if the communicator or the device has
   // another state than Python has found; null with Python's error set.
   PyObject* collect();
-  // Ends the messages that are under way, since their memory goes.
-  void drop_legs() { const Object dropped = std::exchange(legs_, Object()); }
+  // Gives the messages that are under way to Legs, which keeps them: nobody will wait for them.
+  void leave_legs();
 
   const int kind;
   uint64_t capture = 0;      // of the CUDA graph in which it was started; 0: none

@@ -21,6 +21,7 @@ from ep_plugin import _C, counts
 from ep_plugin.config import ROW_ALIGNMENT_BYTES, MoECommunicatorConfig
 from ep_plugin.dtypes import DTYPES
 from ep_plugin.errors import CaptureRefused, NotSupported
+from ep_plugin.log import log
 from ep_plugin.moe.across_nodes.tables import places_of_ranks
 from ep_plugin.moe.arguments import MOST_ROWS, check_group, check_handle_words
 from ep_plugin.moe.layout import NOTHING, DispatchHandle, DispatchOutput, Routing
@@ -33,10 +34,12 @@ from ep_plugin.runtime.group import GroupEngine
 from ep_plugin.runtime.streams import kernels_for, low_latency_streams
 from ep_plugin.transport import open_memory
 from ep_plugin.transport.exchange import Exchange
+from ep_plugin.transport.peer import PeerMemory
 from ep_plugin.transport.topology import NodeMap
 
 _FIELD_NAMES = {"topk": "top-k", "max_tokens": "most tokens of a rank", "num_tokens": "number of tokens"}
 _LARGE_BYTES = 2**20
+_left: list[Legs] = []  # of closed communicators, whose messages may still come
 
 
 class Functions(NamedTuple):
@@ -81,13 +84,11 @@ class LowLatencyEngine(GroupEngine):
     Attributes:
         config: the communicator's configuration, with max_row_bytes set.
         mask: int32 ``[R]`` on the device, 1: masked. Kernels read and write it.
-        legs: sends to other nodes, from the first operation on. None on one node.
         functions: the functions of C that run operations.
         in_c: those that callers may call without `LowLatencyInFlight`, which opens ranges and checks ids on GPUs.
     """
 
     flat = False
-    legs: Legs | None = None
 
     def __init__(self, group: dist.ProcessGroup, config: MoECommunicatorConfig, device: torch.device) -> None:
         super().__init__(Exchange(group, timeout_s=config.timeout_s), device, group, config)
@@ -104,6 +105,7 @@ class LowLatencyEngine(GroupEngine):
         self._outputs: deque[torch.UntypedStorage] = deque(maxlen=2)  # the memory of the latest outputs
         self._resources.callback(self._outputs.clear)
         self.comm: Any = None  # until the first operation
+        self._legs: list[Legs] = []  # one over several nodes, from the first operation on
         super()._construct(group, config)
 
     def _set_sizes(self, config: MoECommunicatorConfig) -> None:
@@ -131,7 +133,7 @@ class LowLatencyEngine(GroupEngine):
         self.ll_state = torch.zeros(_C.ll_state_bytes, dtype=torch.uint8, device=self.device)
         self.control = control_of(self, self.boards.address, running)
         self.load = LowLatencyLoad(self, self.local_experts, self.control)
-        self._resources.callback(self.control.close)
+        self._resources.callback(_close, self.control, self.memory, self._legs)
         self.functions = Functions(**self.control.functions())
         self.in_c = self.functions if self.is_direct else NO_FUNCTIONS
         begin = _C.ll_mask_offset
@@ -150,8 +152,9 @@ class LowLatencyEngine(GroupEngine):
         self.comm = self._comm_struct(block.ptrs, self.shape.node_experts)
         if self.rails.nodes:
             mapped = (ctypes.c_uint8 * block.nbytes).from_address(block.ptrs[self.index])
-            self.legs = Legs(self, torch.frombuffer(mapped, dtype=torch.uint8))
-            self.control.set_legs(self.legs, self.legs.pads)
+            legs = Legs(self, torch.frombuffer(mapped, dtype=torch.uint8))
+            self.control.set_legs(legs, legs.pads)
+            self._legs.append(legs)
         self.control.set_comm(self.comm)
 
     def rows_of(self, shape: tuple[int, int, int], dtype: torch.dtype) -> torch.Tensor:
@@ -237,6 +240,17 @@ class LowLatencyEngine(GroupEngine):
         elif name == "format" and value in list(_C.LlFormat):
             said = _C.LlFormat(value).name.lower()
         return _FIELD_NAMES.get(name, name.replace("_", " ")), said
+
+
+def _close(control: _C.LowLatency, memory: PeerMemory, legs: list[Legs]) -> None:
+    """Closes the part in C. If legs are under way, their memory stays mapped."""
+    control.close()
+    if any(one.left for one in legs):
+        nbytes = sum(buffer.nbytes for buffer in memory.buffers())
+        log().warning("closed with low-latency operations that nobody has received: %d bytes stay mapped", nbytes)
+        for buffer in memory.buffers():
+            buffer.leave()
+        _left.extend(legs)
 
 
 def control_of(engine: Any, board: int, running: dict[torch.device, Any]) -> _C.LowLatency:
