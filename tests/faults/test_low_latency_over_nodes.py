@@ -171,6 +171,7 @@ def _disagrees(rank: int, name: str, odd_node: int) -> str:
     set_deadline(comm.engine, PATIENCE_S)
     x = inputs.x[rank][:90]
     given = {"x": x, "topk_ids": inputs.ids[rank][:90]} | DIFFERENT[name][1](x, rank // 2 == odd_node)
+    dist.barrier()  # all are open
     began = time.monotonic()
     with pytest.raises(EpPluginError) as caught:
         comm.dispatch(**given)
@@ -191,8 +192,8 @@ def test_nodes_that_disagree_all_say_so(name: str, odd_node: int) -> None:
         assert re.search(f"DisagreementError.*{DIFFERENT[name][0]}", said), said
 
 
-# What comes from rank 2 with its rows: the int32 word of the leg, and the value; what the error says. Words 12 to 15 are the epoch, the kind
-# and the number of rows; then come int16 counts of 4 experts, at 64 bytes, and rows from 80 bytes on.
+# What comes from rank 2 with its rows: the int32 word of the leg, the value, and what the error says. Words 12 to 15
+# are the epoch, the kind and the number of rows. Then come int16 counts of 4 experts, at byte 64, and rows, at byte 80.
 GARBAGE: dict[str, tuple[Any, ...]] = {
     "an old epoch": (12, 1),
     "another kind": (14, 2),
