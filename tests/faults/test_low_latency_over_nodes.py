@@ -192,6 +192,31 @@ def test_nodes_that_disagree_all_say_so(name: str, odd_node: int) -> None:
         assert re.search(f"DisagreementError.*{DIFFERENT[name][0]}", said), said
 
 
+def _other_handle(rank: int) -> str:
+    """Node 1 combines by the handle of another dispatch."""
+    comm, inputs = _opened()
+    set_deadline(comm.engine, PATIENCE_S)
+    x, ids = inputs.x[rank], inputs.ids[rank]
+    (out, first), (_, second) = comm.dispatch(x, ids), comm.dispatch(x[1:], ids[1:])
+    handle = second if rank >= 2 else first
+    dist.barrier()
+    began = time.monotonic()
+    with pytest.raises(EpPluginError) as caught:
+        comm.combine(out.tokens, handle)
+        while time.monotonic() < began + PATIENCE_S:
+            comm.check()
+    assert time.monotonic() - began < AT_ONCE_S
+    error = caught.value
+    del caught
+    _ends(comm, inputs, error)
+    return f"{type(error).__name__}: {error}"
+
+
+def test_nodes_that_combine_by_other_handles_say_so() -> None:
+    for said in values(run_ranks(SIZE, _other_handle, env=TWO_NODES)):
+        assert re.search(r"DisagreementError.*number of tokens is \d+ on rank \d, \d+ on rank \d", said), said
+
+
 # What comes from rank 2 with its rows: the int32 word of the leg, the value, and what the error says. Words 12 to 15
 # are the epoch, the kind and the number of rows. Then come int16 counts of 4 experts, at byte 64, and rows, at byte 80.
 GARBAGE: dict[str, tuple[Any, ...]] = {

@@ -94,7 +94,7 @@ EP_HD constexpr LlLegsLayout ll_legs_layout(int G, const LlShape& shape) {
   at.bytes = at.partials + pairs * shape.max_tokens * shape.slot_bytes;
   return at;
 }
-// Where a leg is in a rank's block. slot: LlOperation::slot.
+// Returns the offset of a leg in a rank's block. slot: LlOperation::slot.
 EP_HD constexpr int64_t ll_leg_offset(const LlLegsLayout& at, const LlShape& shape, int32_t leg, int32_t direction,
                                       int32_t slot, int32_t origin) {
   const int64_t place = (int64_t{direction} * kLlParities + slot % kLlParities) * (shape.num_nodes - 1) + origin;

@@ -1,6 +1,7 @@
 // Low-latency dispatch: rows go to the fixed slots of their tokens; the receiver computes counts and places from the
 // sources' expert ids. common/low_latency.h has the layout and the rules.
 #include <algorithm>
+#include <utility>
 #include <vector>
 
 #include "cpu/core/quantize.h"
@@ -113,7 +114,7 @@ bool send_all(const LlRun& ll, const LlDispatchArgs& args) {
   const Comm& comm = ll.op.comm;
   std::vector<int16_t> all_ids;
   if (!read_ids(ll, args, &all_ids)) return false;
-  const LlExperts experts(ll, all_ids);
+  const LlExperts experts(ll, std::move(all_ids));
   const std::vector<int16_t>& ids = experts.here();
   const LlPlan plan = ll_plan_of(ll.op, args.plan);
   Images images(args);
@@ -179,12 +180,16 @@ class Receiver {
     const LlOperation& op = ll_.op;
     const int G = op.comm.num_ranks;
     for (int place = 0; op.shape.num_nodes > 1 && place < ll_num_ranks(op); ++place) {
-      legs_.push_back({nullptr, ll_leg_layout(kLlRows, header_, op.shape), header_.topk});
+      legs_.push_back({nullptr, ll_leg_layout(kLlRows, header_, op.shape), header_.topk, 0, 0});
       if (place / G == op.node) continue;
-      const int forwarder = place % G, origin = ll_origin_of(op.node, place / G), rank = ll_rank_at(op, place);
+      const int forwarder = place % G, origin = ll_origin_of(op.node, place / G);
       if (!ll_wait_leg(ll_, forwarder, origin)) return false;
-      legs_.back().at = ll_legs(op, forwarder).leg(kLlRows, kLlIn, op.slot, origin);
-      if (!ll_check_leg(ll_, kLlRows, legs_.back().at, rank, 0, header_.max_tokens)) return false;
+      LlRowLeg& leg = legs_.back();
+      leg.at = ll_legs(op, forwarder).leg(kLlRows, kLlIn, op.slot, origin);
+      if (!ll_check_leg(ll_, kLlRows, leg.at, ll_rank_at(op, place), -1, -1)) return false;
+      const LlLegHeader& found = *reinterpret_cast<const LlLegHeader*>(leg.at);
+      leg.num_rows = std::min(found.num_rows, header_.max_tokens);
+      leg.num_tokens = std::min(found.header.num_tokens, header_.max_tokens);
     }
     return true;
   }
@@ -241,13 +246,13 @@ class Receiver {
   // Places the rows of a rank on another node. Its counts and positions agree, or this is a fault.
   bool place_leg(int rank, int place, std::vector<int32_t>& of_source) {
     const LlRowLeg& leg = legs_[place];
-    const int K = header_.topk, begin = ll_.op.comm.rank * per_rank_, tokens = leg.header().header.num_tokens;
+    const int K = header_.topk, begin = ll_.op.comm.rank * per_rank_, tokens = leg.num_tokens;
     const auto is_bad = [&](int what, int64_t expected, int64_t seen) {
       return fail(ll_.op.comm, kBadData, ll_.run.step, ll_index_of(ll_.op, rank), what, expected, seen);
     };
     plan_.src_tokens[rank] = tokens;
-    plan_.src_rows[rank] = leg.num_rows();
-    for (int row = 0; row < leg.num_rows(); ++row) {
+    plan_.src_rows[rank] = leg.num_rows;
+    for (int row = 0; row < leg.num_rows; ++row) {
       const int32_t token = leg.token(row);
       if (token < 0 || token >= tokens) return is_bad(0, tokens, token);
       for (int k = 0; k < K; ++k) {
@@ -294,7 +299,7 @@ class Receiver {
   void receive(const LlRowLeg& leg) {
     if (leg.at == nullptr) return;
     const int32_t* rows = rows_of(ll_rank_at(ll_.op, static_cast<int>(&leg - legs_.data())));
-    for (int64_t pair = 0; pair < int64_t{leg.num_rows()} * header_.topk; ++pair)
+    for (int64_t pair = 0; pair < int64_t{leg.num_rows} * header_.topk; ++pair)
       if (rows[pair] >= 0) write_row(leg.image(static_cast<int>(pair / header_.topk)), rows[pair]);
   }
 

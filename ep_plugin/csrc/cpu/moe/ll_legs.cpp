@@ -2,6 +2,7 @@
 #include "cpu/moe/ll_legs.h"
 
 #include <algorithm>
+#include <utility>
 
 namespace ep::cpu {
 
@@ -9,20 +10,20 @@ namespace {
 
 constexpr int16_t kDropped = -1;
 
-int64_t image_bytes_of(const LlHeader& header) { return ll_image_bytes(header.row_bytes, header.scale_bytes); }
-
 }  // namespace
 
-LlExperts::LlExperts(const LlRun& ll, const std::vector<int16_t>& ids)
-    : here_(ids), in_node_(ids), node_(ids.size(), ll.op.node) {
+LlExperts::LlExperts(const LlRun& ll, std::vector<int16_t> ids) : here_(std::move(ids)) {
+  if (ll.op.shape.num_nodes == 1) return;
   const Comm& comm = ll.op.comm;
   const int per_rank = local_experts(comm);
-  for (size_t pair = 0; pair < ids.size(); ++pair) {
-    if (ids[pair] == kDropped) node_[pair] = -1;
-    if (ids[pair] == kDropped || ll.op.shape.num_nodes == 1) continue;
-    const int place = ll_place_of(ll.op, ids[pair] / per_rank);
+  in_node_ = here_;
+  node_.assign(here_.size(), -1);
+  for (size_t pair = 0; pair < here_.size(); ++pair) {
+    const int16_t id = here_[pair];
+    if (id == kDropped) continue;
+    const int place = ll_place_of(ll.op, id / per_rank);
     node_[pair] = place / comm.num_ranks;
-    in_node_[pair] = static_cast<int16_t>(place % comm.num_ranks * per_rank + ids[pair] % per_rank);
+    in_node_[pair] = static_cast<int16_t>(place % comm.num_ranks * per_rank + id % per_rank);
     here_[pair] = node_[pair] == ll.op.node ? in_node_[pair] : kDropped;
   }
 }
@@ -39,7 +40,7 @@ LlRowLegs::LlRowLegs(const LlRun& ll, const LlPlan& plan, const LlExperts& exper
       experts_(experts),
       origins_(ll.op.shape.num_nodes - 1),
       lay_(ll_leg_layout(kLlRows, ll.op.header, ll.op.shape)),
-      image_bytes_(image_bytes_of(ll.op.header)) {
+      image_bytes_(ll_image_bytes(ll.op.header.row_bytes, ll.op.header.scale_bytes)) {
   const LlLegs own = ll_legs(ll.op, ll.op.comm.rank);
   for (int origin = 0; origin < origins_; ++origin) {
     legs_.push_back(own.leg(kLlRows, kLlOut, ll.op.slot, origin));
@@ -75,7 +76,7 @@ void LlRowLegs::append(int token, int origin, const char* image) {
   plan_.sent_rows[int64_t{token} * ll_.op.shape.num_nodes + node] = row;
 }
 
-bool ll_check_leg(const LlRun& ll, LlLeg leg, const char* at, int rank, int least_rows, int most_rows) {
+bool ll_check_leg(const LlRun& ll, LlLeg leg, const char* at, int rank, int tokens, int rows) {
   const LlLegHeader& found = *reinterpret_cast<const LlLegHeader*>(at);
   const Comm& comm = ll.op.comm;
   const LlHeader& mine = ll.op.header;
@@ -88,22 +89,22 @@ bool ll_check_leg(const LlRun& ll, LlLeg leg, const char* at, int rank, int leas
   if (found.epoch != ll.run.epoch || found.leg != leg)
     return fail(comm, kBadData, ll.run.step, index, found.leg, static_cast<int64_t>(ll.run.epoch),
                 static_cast<int64_t>(found.epoch));
-  const int most = std::min(most_rows, mine.max_tokens);
-  if (found.num_rows < least_rows || found.num_rows > most)
-    return fail(comm, kBadData, ll.run.step, index, leg, most, found.num_rows);
-  const int tokens = found.header.num_tokens;
-  return (tokens >= 0 && tokens <= mine.max_tokens) ||
-         fail(comm, kBadData, ll.run.step, index, leg, mine.max_tokens, tokens);
+  const int most = mine.max_tokens, theirs = found.header.num_tokens;
+  if (theirs < 0 || theirs > most) return fail(comm, kBadData, ll.run.step, index, leg, most, theirs);
+  if (tokens >= 0 && theirs != tokens)
+    return fail(comm, kDisagree, ll.run.step, index, kLlComparedFields, tokens, theirs);
+  const bool fits = rows >= 0 ? found.num_rows == rows : found.num_rows >= 0 && found.num_rows <= most;
+  return fits || fail(comm, kBadData, ll.run.step, index, leg, rows >= 0 ? rows : most, found.num_rows);
 }
 
-bool ll_relay(const LlRun& ll, LlLeg leg, const int32_t* expected_rows) {
+bool ll_relay(const LlRun& ll, LlLeg leg, const LlPlan* plan) {
   const LlOperation& op = ll.op;
   const LlLegs own = ll_legs(op, op.comm.rank);
   for (int origin = 0; origin < own.origins; ++origin) {
     const int place = ll_node_of(op.node, origin) * op.comm.num_ranks + op.comm.rank, rank = ll_rank_at(op, place);
-    const int least = expected_rows == nullptr ? 0 : expected_rows[rank];
-    const int most = expected_rows == nullptr ? op.header.max_tokens : expected_rows[rank];
-    if (!ll_check_leg(ll, leg, own.leg(leg, kLlIn, op.slot, origin), rank, least, most)) return false;
+    const int tokens = plan == nullptr ? -1 : plan->src_tokens[rank];
+    const int rows = plan == nullptr ? -1 : plan->src_rows[rank];
+    if (!ll_check_leg(ll, leg, own.leg(leg, kLlIn, op.slot, origin), rank, tokens, rows)) return false;
     for (int peer = 0; peer < op.comm.num_ranks; ++peer)
       signal(ll_legs(op, peer).arrived(ll.kind, ll.parity, op.comm.rank, origin), ll.run.epoch);
   }

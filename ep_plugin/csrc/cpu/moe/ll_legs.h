@@ -7,15 +7,16 @@
 
 namespace ep::cpu {
 
-// The experts of this rank's tokens, as other ranks number them.
+// The experts of this rank's tokens, as ranks of their nodes number them. On one node the ids stay as they are.
 class LlExperts {
  public:
   // ids: [T,K] of all nodes.
-  LlExperts(const LlRun& ll, const std::vector<int16_t>& ids);
+  LlExperts(const LlRun& ll, std::vector<int16_t> ids);
 
   // The ids of pairs on this node, as numbers within it. Others are -1.
   const std::vector<int16_t>& here() const { return here_; }
-  int node_of(int64_t pair) const { return node_[pair]; }  // -1: the pair is dropped
+  // Several nodes: the node of a pair, -1: the pair is dropped; and its id within that node.
+  int node_of(int64_t pair) const { return node_[pair]; }
   int16_t in_node(int64_t pair) const { return in_node_[pair]; }
 
  private:
@@ -54,12 +55,11 @@ class LlRowLegs {
 
 // A leg with rows of another node, as the ranks of this node read it at its forwarder.
 struct LlRowLeg {
-  const char* at = nullptr;
+  const char* at = nullptr;  // null: there is none
   LlLegLayout lay{};
   int topk = 0;
+  int num_rows = 0, num_tokens = 0;  // as ll_check_leg() has found them
 
-  const LlLegHeader& header() const { return *reinterpret_cast<const LlLegHeader*>(at); }
-  int num_rows() const { return header().num_rows; }
   int count(int expert) const { return reinterpret_cast<const uint16_t*>(at + sizeof(LlLegHeader))[expert]; }
   const char* row(int row) const { return at + lay.rows + row * lay.row_bytes; }
   int32_t token(int index) const { return *reinterpret_cast<const int32_t*>(row(index)); }
@@ -68,12 +68,13 @@ struct LlRowLeg {
   const char* image(int index) const { return row(index) + lay.image; }
 };
 
-// Checks the legs of a kind that have come to this rank, and signals them to the ranks of its node. expected_rows: by
-// rank of the group; null: any number up to T_max. False after a fault.
-bool ll_relay(const LlRun& ll, LlLeg leg, const int32_t* expected_rows);
+// Checks the legs of a kind that have come to this rank, and signals them to the ranks of its node. plan: of the
+// dispatch, in a combine; else null. False after a fault.
+bool ll_relay(const LlRun& ll, LlLeg leg, const LlPlan* plan);
 // Waits until a leg is at a forwarder of this node.
 bool ll_wait_leg(const LlRun& ll, int forwarder, int origin);
-// Checks the header of a leg of rows or weights that `rank` has sent, against what this rank knows.
-bool ll_check_leg(const LlRun& ll, LlLeg leg, const char* at, int rank, int least_rows, int most_rows);
+// Checks the header of a leg that `rank` has sent against this rank's. tokens, rows: T of the rank and the rows of the
+// leg, by the dispatch; -1: not known, so up to T_max. False after a fault.
+bool ll_check_leg(const LlRun& ll, LlLeg leg, const char* at, int rank, int tokens, int rows);
 
 }  // namespace ep::cpu
