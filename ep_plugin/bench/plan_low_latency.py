@@ -16,7 +16,8 @@ from ep_plugin.config import MAX_LL_TOKENS, MoECommunicatorConfig
 from ep_plugin.dtypes import num_scales
 from ep_plugin.moe.low_latency.engine import slots_of
 
-_HEADER, _CHUNKS = 64, 4
+_CHUNKS = 4
+_ROWS, _WEIGHTS, _SUMS = range(3)  # LlLeg
 _PARTS_US = {"start": 5.0, "one way": 8.4, "signal": 2.5, "forward": 4.0}
 """Microseconds of a send half before its first byte, of a message between GPUs on two nodes, of the signal that it has
 come, and of the forwarder's work before its first row. They are assumptions."""
@@ -29,36 +30,14 @@ _NOTES = f"""\
   {_PARTS_US["forward"]:g} us before forwarding, --rail-gbps and --link-gbps."""
 
 
-class Legs(NamedTuple):
+class LegBytes(NamedTuple):
     """The bytes of one rank's legs: those of the mean rows, and those of T rows."""
 
     mean: float
     padded: float
 
 
-def row_bytes_of(plan: Plan, operation: str) -> int:
-    """Returns the bytes of a row in a leg with rows or sums."""
-    row_bytes = plan.row_bytes(operation)
-    if operation == COMBINE:
-        return row_bytes
-    head = -(-(4 + 4 * plan.topk) // 16) * 16
-    scales = 4 * int(num_scales(plan.hidden)) * (plan.dtype == "fp8")
-    return head + -(-(row_bytes + scales) // 16) * 16
-
-
-def legs_of(plan: Plan, operation: str) -> Legs:
-    """Returns the bytes that one rank sends in legs. In a combine: weights, and the sums for others."""
-    others, rows = plan.nodes - 1, expected_rows(plan)[TWO_LEVEL].sent
-    if operation == COMBINE:
-        fixed, each = 2 * _HEADER, 4 * plan.topk + row_bytes_of(plan, COMBINE)
-    else:
-        fixed = _HEADER + -(-2 * (plan.experts // plan.nodes) // 16) * 16
-        each = row_bytes_of(plan, DISPATCH)
-    return Legs(others * fixed + rows * each, others * (fixed + plan.tokens * each))
-
-
-def memory_of(plan: Plan) -> int:
-    """Returns the bytes of a communicator's block on each rank."""
+def _shape(plan: Plan) -> _C.LlShape:
     config = MoECommunicatorConfig(
         num_experts=plan.experts,
         hidden_size=plan.hidden,
@@ -67,13 +46,29 @@ def memory_of(plan: Plan) -> int:
         max_row_bytes=plan.row_bytes(COMBINE),
         mode="ll",
     )
-    return _C.ll_block_bytes(plan.ranks, slots_of(config, plan.nodes)[1])
+    return slots_of(config, plan.nodes)[1]
+
+
+def bytes_of(plan: Plan, operation: str) -> LegBytes:
+    """Returns the bytes that one rank sends in legs. In a combine: weights, and the sums for others."""
+    scales = 4 * int(num_scales(plan.hidden)) * (plan.dtype == "fp8" and operation == DISPATCH)
+    header = _C.LlHeader(row_bytes=plan.row_bytes(operation), scale_bytes=scales, topk=plan.topk, weight_bytes=4)
+    kinds, shape = (_ROWS,) if operation == DISPATCH else (_WEIGHTS, _SUMS), _shape(plan)
+    fixed, padded = (sum(_C.ll_leg_bytes(kind, header, shape, rows) for kind in kinds) for rows in (0, plan.tokens))
+    others, mean = plan.nodes - 1, expected_rows(plan)[TWO_LEVEL].sent / plan.tokens
+    return LegBytes(others * fixed + mean * (padded - fixed), others * padded)
+
+
+def memory_of(plan: Plan) -> int:
+    """Returns the bytes of a communicator's block on each rank."""
+    return _C.ll_block_bytes(plan.ranks, _shape(plan))
 
 
 def microseconds(plan: Plan, operation: str, over_c10d: bool) -> float:
     """Returns the predicted time of one operation."""
-    legs, pulled = legs_of(plan, operation), expected_rows(plan)[ROW_PER_RANK].sent
-    links = pulled * row_bytes_of(plan, operation) / (plan.link_gbps * 1e3)
+    legs, rows = bytes_of(plan, operation), expected_rows(plan)
+    row_bytes = legs.mean / rows[TWO_LEVEL].sent  # with its share of the headers
+    links = rows[ROW_PER_RANK].sent * row_bytes / (plan.link_gbps * 1e3)
     rail = (legs.padded if over_c10d else legs.mean) / (plan.rail_gbps * 1e3)
     fixed = _PARTS_US["start"] + _PARTS_US["signal"] + _PARTS_US["forward"]
     if not over_c10d:
@@ -87,7 +82,7 @@ def markdown(plan: Plan) -> str:
         return ""
     lines, memory = [], memory_of(plan)
     for operation in (DISPATCH, COMBINE):
-        legs = legs_of(plan, operation)
+        legs = bytes_of(plan, operation)
         line = {"low latency": operation, "rows per token": f"{expected_rows(plan)[TWO_LEVEL].sent / plan.tokens:.3f}"}
         line |= {"legs, MB": f"{legs.mean / 1e6:.3f}", "padded legs, MB": f"{legs.padded / 1e6:.3f}"}
         line |= {"memory, MiB": f"{memory / 2**20:.0f}"}

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ep_plugin.bench.plan import COMBINE, DISPATCH, Plan
-from ep_plugin.bench.plan_low_latency import legs_of, markdown, memory_of, microseconds
+from ep_plugin.bench.plan_low_latency import bytes_of, markdown, memory_of, microseconds
 from tests.moe.low_latency_cases import low_latency
 from tests.moe.moe_cases import Case, make_inputs
 from tests.moe.test_across_nodes import on_nodes
@@ -39,7 +39,7 @@ def _sent(rank: int, size: int) -> tuple[int, int, int]:
 def test_bytes_and_memory_are_those_of_a_run() -> None:
     """Every token names every expert, so the mean of rows is the rows."""
     plan = Plan(nodes=2, ranks=2, tokens=9, hidden=128, topk=4, experts=4, dtype="fp8")
-    there, back = (legs_of(plan, operation) for operation in (DISPATCH, COMBINE))
+    there, back = (bytes_of(plan, operation) for operation in (DISPATCH, COMBINE))
     assert there.mean == there.padded and back.mean == back.padded
     for found in on_nodes(2, 2, _sent):
         assert found == (there.mean, back.mean, memory_of(plan))

@@ -64,6 +64,7 @@ class Share(LowLatencyEngine):
         self.size = self.node_size = ranks
         self.node, self.node_map = 0, NodeMap((tuple(range(ranks)),))
         self.rails: Any = SimpleNamespace(nodes=[], bytes_sent=0)
+        self.places = None
         self.local_experts, self.max_tokens = config.num_experts // ranks, config.max_tokens_per_rank
         self.config_hash = config.agreement_hash() & 0x7FFFFFFF
         self._set_sizes(config)

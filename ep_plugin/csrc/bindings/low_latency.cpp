@@ -51,6 +51,9 @@ void bind_structs(py::module_& m) {
 void bind_sizes(py::module_& m) {
   m.def("ll_slot_bytes", &ll_slot_bytes);
   m.def("ll_block_bytes", [](int ranks, const LlShape& shape) { return ll_legs_layout(ranks, shape).bytes; });
+  m.def("ll_leg_bytes", [](int leg, const LlHeader& header, const LlShape& shape, int64_t num_rows) {
+    return ll_leg_layout(leg, header, shape).bytes(num_rows);
+  });
   EP_STRUCT(m, LlPlanLayout, layout_range, src_tokens, src_rows, src_info, rows, sent_rows, words);
   m.def("ll_plan_layout", &ll_plan_layout);
 }
