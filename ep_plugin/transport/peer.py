@@ -77,8 +77,8 @@ class PeerBuffer:
     def closed(self) -> bool:
         return self._release is None
 
-    def leave(self) -> None:
-        """Closes the buffer, and leaves the blocks mapped until the process ends, since something may write to them."""
+    def abandon(self) -> None:
+        """Closes the buffer. The blocks stay mapped until the process ends, since something may write to them."""
         self._release = None
 
     def close(self) -> None:

@@ -12,7 +12,7 @@ void LowLatency::close() {
   for (auto& of_kind : un_received_) {
     for (auto& kept : of_kind) {
       const auto freed = std::exchange(kept, nullptr);
-      if (freed != nullptr) freed->leave_legs();
+      if (freed != nullptr) freed->abandon_legs();
     }
   }
 }

@@ -113,10 +113,10 @@ bool LowLatencyOperation::begin_legs(LlLeg leg) {
   return kind && entry && legs_;
 }
 
-void LowLatencyOperation::leave_legs() {
-  static PyObject* const leave = interned("leave");
+void LowLatencyOperation::abandon_legs() {
+  static PyObject* const abandon = interned("abandon");
   const Object under_way = std::exchange(legs_, Object());
-  if (under_way && !call(engine_->legs.get(), leave, under_way.get())) PyErr_WriteUnraisable(under_way.get());
+  if (under_way && !call(engine_->legs.get(), abandon, under_way.get())) PyErr_WriteUnraisable(under_way.get());
 }
 
 bool LowLatencyOperation::wait_for_legs(LlLeg leg) {

@@ -42,7 +42,7 @@ class LowLatencyOperation : public Operation {
   // another state than Python has found; null with Python's error set.
   PyObject* collect();
   // Gives the messages that are under way to Legs, which keeps them: nobody will wait for them.
-  void leave_legs();
+  void abandon_legs();
 
   const int kind;
   uint64_t capture = 0;      // of the CUDA graph in which it was started; 0: none

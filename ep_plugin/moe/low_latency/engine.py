@@ -39,7 +39,7 @@ from ep_plugin.transport.topology import NodeMap
 
 _FIELD_NAMES = {"topk": "top-k", "max_tokens": "most tokens of a rank", "num_tokens": "number of tokens"}
 _LARGE_BYTES = 2**20
-_left: list[Legs] = []  # of closed communicators, whose messages may still come
+_abandoned: list[Legs] = []  # of closed communicators, whose messages may still come
 
 
 class Functions(NamedTuple):
@@ -127,9 +127,11 @@ class LowLatencyEngine(GroupEngine):
         self._make_boards(self._allocate_boards())
         self.num_sms = sms.for_device(self.device, self.sharing)
         self.memory = self._own(open_memory(self.within, self.device))
-        places = places_of_ranks(self.node_map, self.device)
-        self.places = torch.cat([places, places.argsort().int()])
-        """int32 ``[2, R]``: node * G + local rank of each rank, then the rank at each such place."""
+        self.places: torch.Tensor | None = None
+        """int32 ``[2, R]``: node * G + local rank of each rank, then the rank at each such place. None on one node."""
+        if self.rails.nodes:
+            places = places_of_ranks(self.node_map, self.device)
+            self.places = torch.cat([places, places.argsort().int()])
         self.ll_state = torch.zeros(_C.ll_state_bytes, dtype=torch.uint8, device=self.device)
         self.control = control_of(self, self.boards.address, running)
         self.load = LowLatencyLoad(self, self.local_experts, self.control)
@@ -245,12 +247,12 @@ class LowLatencyEngine(GroupEngine):
 def _close(control: _C.LowLatency, memory: PeerMemory, legs: list[Legs]) -> None:
     """Closes the part in C. If legs are under way, their memory stays mapped."""
     control.close()
-    if any(one.left for one in legs):
+    if any(one.abandoned for one in legs):
         nbytes = sum(buffer.nbytes for buffer in memory.buffers())
         log().warning("closed with low-latency operations that nobody has received: %d bytes stay mapped", nbytes)
         for buffer in memory.buffers():
-            buffer.leave()
-        _left.extend(legs)
+            buffer.abandon()
+        _abandoned.extend(legs)
 
 
 def control_of(engine: Any, board: int, running: dict[torch.device, Any]) -> _C.LowLatency:
@@ -272,7 +274,7 @@ def control_of(engine: Any, board: int, running: dict[torch.device, Any]) -> _C.
         engine.num_sms,
         engine.ll_state.data_ptr(),
         engine.node,
-        engine.places.data_ptr() if engine.rails.nodes else 0,
+        0 if engine.places is None else engine.places.data_ptr(),
     )
 
 

@@ -35,7 +35,7 @@ class Legs:
     def __init__(self, engine: GroupEngine, block: torch.Tensor) -> None:
         """block: this rank's block, uint8. It stays mapped while legs are under way."""
         self._rails, self._block = engine.rails, block
-        self.left: list[UnderWay] = []
+        self.abandoned: list[UnderWay] = []
         """The legs for which nobody will wait."""
         self._ranks = engine.node_map.rail(engine.index)
         self._engine = weakref.ref(engine)  # C holds this object for the engine
@@ -71,10 +71,10 @@ class Legs:
             under_way.works.clear()  # an error would keep them, and the block may be unmapped
         return [waited[rank] - begun for rank, begun in zip(self._ranks, before, strict=True)]
 
-    def leave(self, under_way: UnderWay) -> None:
+    def abandon(self, under_way: UnderWay) -> None:
         """Keeps legs for which nobody will wait. If their works were dropped, a message that comes for one of them
         would stop all later messages of its sender over this rail."""
-        self.left.append(under_way)
+        self.abandoned.append(under_way)
 
     @contextlib.contextmanager
     def _in_time(self) -> Iterator[None]:
